@@ -23,12 +23,11 @@ from lightning_par.pipeline.run.located import Run
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.operators import schema_of
+from lightning_par.private.tensors import GRADIENT
 from lightning_par.sharded.functions import COPY_OPERATORS, SAME_MEMORY_OPERATORS, operator_of
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
-
-_GRAD: Any = torch.Tensor.grad
 
 
 class ElsewhereError(RuntimeError):
@@ -140,7 +139,7 @@ class Elsewhere(AbsentTensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        grad: Tensor | None = _GRAD.__get__(self)
+        grad: Tensor | None = GRADIENT.__get__(self)
         if grad is None and self.requires_grad:
             if in_backward():
                 refuse_in_hooks(self, sys._getframe(1))
@@ -151,11 +150,11 @@ class Elsewhere(AbsentTensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+        GRADIENT.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__delete__(self)
+        GRADIENT.__delete__(self)
 
     def lend_data(self, x: Tensor) -> bool:
         """``x.data = self`` of a plain ``x``, which torch would let refer to no memory."""

@@ -28,6 +28,9 @@ get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type:
 set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 """As which torch functions meet an assignment to ``x.data``; ``torch.Tensor.data`` may be replaced."""
 
+GRADIENT: Any = torch._C.TensorBase.grad
+"""The descriptor of ``x.grad``, as which torch functions meet it; ``torch.Tensor.grad`` may be replaced."""
+
 
 def counter_of(x: Tensor) -> Tensor:
     """What shares the `write_count` of ``x`` and of its views, and has no memory, nor holds theirs: torch has no name

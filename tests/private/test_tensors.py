@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.private.tensors import (
+    GRADIENT,
     PARAMETER_MARK,
     counter_of,
     get_data,
@@ -122,6 +123,21 @@ def test_an_assignment_of_data_is_met_as_its_setter() -> None:
     with Functions():
         x.data = torch.zeros(1)
     assert met[-1] == set_data and x == 0
+
+
+def test_a_look_at_a_gradient_is_met_as_its_descriptors() -> None:
+    met: list[Any] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            met.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1, requires_grad=True)
+    with Functions():
+        x.grad = torch.ones(1)
+        assert x.grad == 1
+    assert met[0] == GRADIENT.__set__ and GRADIENT.__get__ in met and GRADIENT.__get__(x) is x.grad
 
 
 def test_data_has_the_memory_and_a_version_of_its_own() -> None:

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.tensors import GRADIENT
 from lightning_par.sharded.tensor import ShardedTensor
-
-_GRAD: Any = torch.Tensor.grad
 
 
 def held_here(parameter: Any) -> Tensor | None:
     if isinstance(parameter, ShardedTensor):
         return parameter.own_grad()
     with DisableTorchFunctionSubclass():  # an optimizer asks for each of them in every step
-        grad: Tensor | None = _GRAD.__get__(parameter)
+        grad: Tensor | None = GRADIENT.__get__(parameter)
     return grad
 
 
@@ -25,7 +24,7 @@ def hold(parameter: Tensor, value: Tensor | None) -> None:
     if isinstance(parameter, ShardedTensor):
         parameter.set_own_grad(value)
     else:
-        _GRAD.__set__(parameter, value)
+        GRADIENT.__set__(parameter, value)
 
 
 def refuse_misfit(parameter: Tensor, value: Any) -> None:
@@ -34,4 +33,4 @@ def refuse_misfit(parameter: Tensor, value: Any) -> None:
     def like(x: Tensor) -> Tensor:
         return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
 
-    _GRAD.__set__(like(parameter), like(value) if isinstance(value, Tensor) else value)
+    GRADIENT.__set__(like(parameter), like(value) if isinstance(value, Tensor) else value)

@@ -19,6 +19,7 @@ from lightning_par.pipeline.trial.drawn_numbers import DrawnNumbers
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.tensors import GRADIENT
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.functions import HOOKS, READS, RECURRENT, SIZED_BY_SECOND
@@ -28,8 +29,7 @@ from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
 
-_GRAD: Any = torch.Tensor.grad
-_READS_GRADIENT = _GRAD.__get__
+_READS_GRADIENT = GRADIENT.__get__
 
 
 def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
