@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from lightning_par.sharded.patches import STORED
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
@@ -112,6 +113,18 @@ def test_gradients_that_layers_and_hooks_look_at_are_one_devices(pool: Pool, row
     (found,) = pool.run(1, _fit, kind)
     for seen in pool.run(2, _fit, kind, microbatches, schedule):
         assert not isinstance(seen, str), seen
+        assert not (lines := compare(found, seen, 1e-7)), lines
+
+
+def _fit_beside(kind: type[Net]) -> Any:
+    """As under fsdp, which has a way of its own for ``x.grad``."""
+    with STORED.installed():
+        return _fit(kind)
+
+
+def test_they_are_seen_where_torchs_own_way_to_them_is_replaced(pool: Pool) -> None:
+    (found,) = pool.run(1, _fit, Halves)
+    for seen in pool.run(2, _fit_beside, Halves):
         assert not (lines := compare(found, seen, 1e-7)), lines
 
 
