@@ -85,6 +85,10 @@ class WeightReads:
         found: Unread = known[1]
         return found
 
+    def knows(self, x: Tensor) -> bool:
+        """Whether ``x`` is a weight, or another object of the same entries."""
+        return self._weight_of(x)[0] is not None
+
     def forget(self) -> None:
         """To be called where a step begins: what parameters hold of each other's parts goes."""
         for x in self._weights:

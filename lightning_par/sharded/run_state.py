@@ -53,6 +53,7 @@ class RunState:
         files: where what becomes whole for good goes to; see `lightning_par.mesh.host_files`.
         hooks_alone: whether a backward runs whose hooks this rank of a pipeline alone runs.
         any_gradient: whether this rank of a pipeline holds a gradient of any weight.
+        lender: who shows user code weights of all stages, of which this rank has some in parts; None in a step.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
@@ -84,6 +85,7 @@ class RunState:
         self.files: HostFiles | None = None
         self.hooks_alone = False
         self.any_gradient: Callable[[], bool] = bool
+        self.lender: Any = None
         self.shows_memory = False
         self._outer: RunState | None = None
         self._ended = False
@@ -95,6 +97,10 @@ class RunState:
     def memory_of(self, x: Tensor) -> Unread | None:
         """What stands for the memory of ``x``, in parts or elsewhere, between steps; None where there is none."""
         return None if self.reads is None else self.reads.of(x)
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether ``x`` is a weight, or another object of its memory and shape, that can be brought between steps."""
+        return self.reads is not None and self.reads.knows(x)
 
     def gathered(
         self, part: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str, to_cpu: bool = False

@@ -168,6 +168,11 @@ class ShardedTensor(KeepsClass, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lender = RunState.current.lender
+        if lender is not None:  # between two steps of a pipeline
+            result = lender.lent(func, args, kwargs or {}, sys._getframe(1))
+            if result is not NotImplemented:
+                return result
         return (_dispatch or _load_rules())(func, args, kwargs or {})
 
     @classmethod
@@ -322,6 +327,9 @@ class ShardedTensor(KeepsClass, torch.Tensor):
             if is_marked(self):
                 mark_parameter(copied)
                 put_on(copied, users_class(self))
+            lender = RunState.current.lender
+            if lender is not None:
+                lender.note_copy(self, copied, sys._getframe(1))
             memo[id(self)] = copied
         return memo[id(self)]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of, send_to_all
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, copied
+from lightning_par.pipeline.between_steps.remote_weight import copied
 from lightning_par.pipeline.between_steps.send_away import away_of
 from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.private.modes import DisableTorchFunctionSubclass
@@ -71,7 +71,7 @@ class Replicas:
         if isinstance(value, Gradient):
             self._refuse_others("data", name, value.of)
             given, value = None, value if value.here is None else value.here
-        elif isinstance(value, Weight):
+        elif self._owner.is_weight(value):
             given = self._shared(name, value)
         type(x)._plain.data.__set__(x, value if given is None or not is_elsewhere(value) else given)
         held = weakref.ref(x)
@@ -89,7 +89,7 @@ class Replicas:
         """
         if isinstance(value, Gradient):
             self._refuse_others("grad", name, value.of)
-        elif isinstance(value, Tensor) and not isinstance(value, Weight):
+        elif isinstance(value, Tensor) and not self._owner.is_weight(value):
             self._note(("grad", name), name, lambda: self._owner.held(name), value)
 
     def lend(self, x: Tensor, value: Any) -> None:

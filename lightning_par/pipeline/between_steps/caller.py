@@ -20,7 +20,11 @@ _BETWEEN = (
     *(f"{__package__}.{name}" for name in ("remote_weight", "weight_functions", "weight_reads", "weight_writes")),
     *("lightning_par.pipeline.run.located", "lightning_par.pipeline.between_steps.unit_by_unit"),  # a step's mode
     "lightning_par.pipeline.run.unit_calls",
-    "lightning_par.sharded.patches.tensor_data",  # of ``x.data``, for whoever wrote that
+    *(
+        "lightning_par.sharded.patches.tensor_data",
+        "lightning_par.sharded.tensor",
+        "lightning_par.fsdp.stored_parameter",
+    ),  # of ``x.data``, for whoever wrote that
 )
 _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.

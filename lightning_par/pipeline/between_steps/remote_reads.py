@@ -24,17 +24,20 @@ from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.pipeline.between_steps import weight_functions
 from lightning_par.pipeline.between_steps.adopted_optimizers import AdoptedOptimizers
 from lightning_par.pipeline.between_steps.assigned_storage import Replicas
-from lightning_par.pipeline.between_steps.caller import sees_gradients
+from lightning_par.pipeline.between_steps.caller import sees_gradients, user_of
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, plain
+from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, plain, user_who_asks
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
 from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modules import buffers_of
+from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.rules.alias import Alias
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.user_classes import set_class
@@ -85,6 +88,7 @@ class JointGradients:
         self._optimizers = AdoptedOptimizers(self)
         self._state = RunState.current
         self._state.any_gradient = self._holds_any
+        self._has_parts = bool(mine)
         self._show()
 
     def _holds_any(self) -> bool:
@@ -97,6 +101,7 @@ class JointGradients:
         self._unseen += 1
         for view in [view for ref in [*self._views.values()] if (view := ref()) is not None]:
             _be_plain(view)
+        self._views.clear()  # what is referred to weakly can't become whole
         self._optimizers.close()
 
     def forget(self) -> None:
@@ -156,7 +161,28 @@ class JointGradients:
 
     def name_of(self, x: Any) -> str:
         """The name of the spread parameter that ``x`` is, or is a view of."""
-        return x._of if isinstance(x, WeightView) else self._names[id(x)]
+        return vars(x).get("_of") or self._names[id(x)]
+
+    def is_weight(self, x: Any) -> bool:
+        """Whether ``x`` is a spread weight, or a view or a copy of one: this rank's whole, its part, or what stands
+        for it."""
+        if isinstance(x, ShardedTensor | Alias):
+            return vars(x).get("_lender") is self or "_of" in vars(x)
+        return isinstance(x, Weight)
+
+    def lent(self, func: Any, args: Any, kwargs: Any, frame: types.FrameType) -> Any:
+        """What ``func`` makes of weights that this rank has in parts, where the other ranks of the pipeline see it,
+        too; else `NotImplemented`."""
+        if not any(map(self.is_weight, tensors_in((args, kwargs)))):
+            return NotImplemented
+        name = name_of(func)
+        user = user_who_asks(self, func, name, args, frame)
+        return NotImplemented if user is None else self.run(user, func, name, args, kwargs)
+
+    def note_copy(self, x: Tensor, copied: Tensor, frame: types.FrameType) -> None:
+        """The code of ``frame`` has made a deep copy of ``x``, of which this rank has a part."""
+        if self.shows and self.is_weight(x) and user_of(frame) is not None:
+            self.show(copied, self.name_of(x), copied=object())
 
     def spread_name(self, x: Any) -> str | None:
         """The name of the spread parameter that ``x`` is; None where it is none."""
@@ -188,7 +214,7 @@ class JointGradients:
         name = self._names[id(parameter)]
         if self._known is not None:
             self._known = self._known - {name} if value is None else self._known | {name}
-        if isinstance(value, Weight) and not {*self._holders[name]} <= {*self._holders[self.name_of(value)]}:
+        if self.is_weight(value) and not {*self._holders[name]} <= {*self._holders[self.name_of(value)]}:
             value = sent(self, "grad", value)
         if here:
             held = plain(value) if isinstance(value, Weight) else value  # as torch.ones_like(weight)
@@ -245,8 +271,10 @@ class JointGradients:
         for name, x in self._buffers_now():
             self.show(x, name)
         self._optimizers.show()
+        self._state.lender = self if self._has_parts else None
 
     def _hide(self) -> None:
+        self._state.lender = None
         self._weights.hide()
         for _, x in self._buffers_now():
             _be_plain(x)
@@ -266,11 +294,13 @@ class JointGradients:
             of: the parameter's or buffer's name.
             copied: what is the same for copies that share memory.
         """
-        if isinstance(x, Weight):
+        if self.is_weight(x) or id(x) in self._names:
+            return x
+        x._of, x._copied = of, copied
+        if isinstance(x, ShardedTensor | Alias):  # of which other code asks for the very class
             return x
         key = id(x)
         set_class(x, self._weights.class_of(WeightView, type(x)))
-        x._of, x._copied = of, copied
         self._views[key] = weakref.ref(x, lambda _: self._views.pop(key, None))
         return x
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +19,10 @@ from lightning_par.pipeline.between_steps.caller import user_of
 from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import ASKS, HOOKS, name_of
+from lightning_par.sharded.rules.alias import Alias
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.user_classes import KeepsClass, set_class
 
@@ -42,10 +46,7 @@ class Weight(KeepsClass):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
-        known = name in _AS_IT_IS or is_metadata(func, getattr(func, "__name__", ""))
-        known = known or name == "__format__" and bool(args[0].ndim)
-        shows = not known and cls._owner.shows and not in_backward()
-        user = user_of(sys._getframe(1)) if shows else None
+        user = user_who_asks(cls._owner, func, name, args, sys._getframe(1))
         if user is None:
             if any(issubclass(kind, ShardedTensor) and not issubclass(kind, Weight) for kind in types):
                 return NotImplemented  # which those answer, as where a layer adds this bias to what is split
@@ -95,6 +96,13 @@ class Weight(KeepsClass):
         return self._owner.show(new, self._owner.name_of(self), copied=object()) if shows else new
 
 
+def user_who_asks(owner: JointGradients, func: Any, name: str, args: Any, frame: FrameType) -> str | None:
+    """The user's module that calls ``func`` for the values of weights; None where ranks go by what they have."""
+    known = name in _AS_IT_IS or is_metadata(func, getattr(func, "__name__", ""))
+    known = known or name == "__format__" and bool(args[0].ndim)
+    return user_of(frame) if not known and owner.shows and not in_backward() else None
+
+
 class WeightParameter(Weight):
     """What the class of a spread parameter begins with while user code may read it and its gradient."""
 
@@ -133,7 +141,7 @@ def _tensor(parameter: Any) -> Tensor:
 
 def copied(x: Any) -> object | None:
     """The same for all that has the memory of one copy; None where ``x`` has that of a parameter or buffer."""
-    return x._copied if isinstance(x, WeightView) else None
+    return vars(x).get("_copied")
 
 
 def plain(x: Any) -> Any:
@@ -143,7 +151,11 @@ def plain(x: Any) -> Any:
 
 
 def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` on what this rank has of a weight: its memory, or what stands for it."""
+    """``func`` on what this rank has of a weight: its memory, a part of it, or what stands for it."""
+    lender = RunState.current.lender
+    if lender is not None and any(isinstance(x, ShardedTensor | Alias) for x in tensors_in((args, kwargs))):
+        with lender.unseen():
+            return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     if name in ("numpy", "tolist") and is_elsewhere(args[0]):
         return getattr(Elsewhere, name)(args[0])

@@ -145,12 +145,26 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
     wanted = wanted_of(asked, axis, "unshard")
     parts = {path: leaf(x) for path, x in found.items() if path in wanted}
     kinds = kinds_at(wanted, parts, axis, "unshard")
+    sharded = _shardings({path: found[path] for path in parts if path in kinds}, axis)
     with swappable(modules):
         for path in sorted(kinds):  # in one order on all ranks
             part = RunState.current.handed_on(parts.get(path), kinds[path], wanted[path], axis, "unshard")
             x = found.get(path)
             if isinstance(x, Elsewhere):
-                become(x, _here(x, part), x.origin.name)
+                become(x, _here(x, part, sharded[path] if path in sharded else x.origin.sharding), x.origin.name)
+
+
+def _shardings(found: dict[str, Tensor], axis: Axis) -> dict[str, Any]:
+    """How tensors that were made of weights are sharded where they are, by their path. All ranks must call it.
+
+    Args:
+        found: tensors of this rank.
+        axis: the pipeline axis.
+    """
+    made = {path: x for path, x in found.items() if not isinstance(x, Elsewhere | nn.Parameter)}
+    mine = {path: (x._dim, x._positions) if isinstance(x, ShardedTensor) else None for path, x in made.items()}
+    told: list[dict[str, Any]] = axis.all_gather_object(mine, "unshard")
+    return {path: how for theirs in told for path, how in theirs.items()}
 
 
 def agree_on_buffers(module: nn.Module, axis: Axis) -> None:
@@ -195,13 +209,15 @@ def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:
     return away
 
 
-def _here(x: Elsewhere, part: Tensor) -> Tensor:
+def _here(x: Elsewhere, part: Tensor, sharding: Any) -> Tensor:
+    """``x`` with the values of ``part``: dim and positions, and the axis, if it is not that of the weight."""
     local = part.to(x.device).requires_grad_(x.requires_grad)
     if isinstance(x, nn.Parameter):
         local = nn.Parameter(local, requires_grad=x.requires_grad)
-    if x.origin.sharding is None:
+    if sharding is None or x.origin.sharding is None:
         return local
-    sharded = ShardedTensor(local, *x.origin.sharding)
+    dim, positions = sharding[:2]
+    sharded = ShardedTensor(local, dim, positions, x.origin.sharding[2])
     if isinstance(x, nn.Parameter):
         mark_parameter(sharded)
     return sharded

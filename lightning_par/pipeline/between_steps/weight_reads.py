@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.absent.elsewhere import Elsewhere, ElsewhereError, is_elsewhere
+from lightning_par.absent.elsewhere import Elsewhere, ElsewhereError, Origin, is_elsewhere
 from lightning_par.absent.geometry import Geometry
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.mesh.raw_bytes import raw_bytes
-from lightning_par.pipeline.between_steps.remote_weight import Weight, as_it_is, copied, plain
+from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied, plain
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.rules.alias import Alias
 from lightning_par.sharded.rules.raw_memory import VIEWS, in_memory
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.tensor import ShardedTensor, full
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
@@ -33,6 +34,8 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     tensors = tensors_in((args, kwargs))
     if result is not NotImplemented or any(is_elsewhere(x) for x in tensors):
         return result
+    if any(isinstance(x, ShardedTensor) and not RunState.current.knows(x) for x in tensors):
+        return NotImplemented  # where it is elsewhere, it can't be read alone
     view = viewed(owner, func, name, args, kwargs)
     if view is not None:
         return view
@@ -43,7 +46,7 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
 
 def viewed(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """A view of a weight, for which no rank needs values; None where ``func`` makes none, on any rank."""
-    if name not in VIEWS or len(tensors_in((args, kwargs))) > 1 or not isinstance(args[0], Weight):
+    if name not in VIEWS or len(tensors_in((args, kwargs))) > 1 or not owner.is_weight(args[0]):
         return None
     base: Any = args[0]
     like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
@@ -71,7 +74,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     wholes: dict[int, Any] = {}  # weights and what was sent of them, by its memory
 
     def whole(x: Tensor) -> Tensor:
-        if not isinstance(x, Weight):
+        if not owner.is_weight(x):
             return x
         values = sent(owner, name, x)
         wholes[memory_of(values)] = x, values
@@ -103,24 +106,28 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
 def _stays_in_parts(owner: JointGradients, func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of weights entry by entry is in parts where they are, as an average is: no rank needs values.
     None where it needs them, or can have them."""
-    given = tensors_in((args, kwargs))
-    weights = [x for x in given if isinstance(x, Weight)]
-    if not weights or not all(is_elsewhere(x) and owner.name_of(x) in owner.in_parts for x in weights):
+    weights = [x for x in tensors_in((args, kwargs)) if owner.is_weight(x)]
+    names = [owner.name_of(x) for x in weights]
+    if not names or not {*names} <= owner.in_parts.keys() or len({*map(owner.holders_of, names)}) > 1:
         return None
-    if any(isinstance(x, ShardedTensor) for x in given):  # a part that is here, beside one that is not
-        return None
-    try:
-        with torch.no_grad():
-            result = as_it_is(func, args, kwargs)
-    except ElsewhereError:
-        return None
-    origins = {id(vars(x)["_facts"]): copied(x) for x in weights}
-    of = owner.name_of(weights[0])
+    # Tried with what stands for them on ranks that have nothing, so that those which have parts say the same.
+    standing = {id(x): _standing(owner, x) for x in weights}
+    with torch.no_grad():
+        try:
+            tried = as_it_is(func, *map_tensors(lambda x: standing.get(id(x), x), (args, kwargs)))
+        except ElsewhereError:
+            return None
+        result = as_it_is(func, args, kwargs)
+    memories = {id(standing[id(x)].origin): copied(x) for x in weights}
+    copies = [memories.get(id(x.origin), object()) for x in tensors_in(tried) if isinstance(x, Elsewhere)]
+    for x, memory in zip(tensors_in(result), copies):
+        owner.show(x, names[0], memory)
+    return result
 
-    def shown(x: Tensor) -> Tensor:
-        return owner.show(x, of, origins.get(id(x.origin), object())) if isinstance(x, Elsewhere) else x
 
-    return map_tensors(shown, result)
+def _standing(owner: JointGradients, x: Tensor) -> Elsewhere:
+    name = owner.name_of(x)
+    return Elsewhere(x.shape, x.dtype, x.device, Origin(name, owner.holders_of(name), owner.axis), stride=x.stride())
 
 
 def without_graph(x: Tensor) -> Tensor:
@@ -130,11 +137,18 @@ def without_graph(x: Tensor) -> Tensor:
 def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
     """The values of ``x`` for the function ``name``, in memory of their own. All ranks must call it."""
     of = owner.name_of(x)
-    refuse_parts(owner, name, of)
     owner.meet(f"called `{name}` on the weight {of!r} between two steps")
-    here = None if is_elsewhere(x) else plain(x)
+    here = _values_here(x) if owner.sources[of] == owner.axis.rank else None
     values = send_to_all(here, kind_of(x), owner.sources[of], owner.axis, "weights")
     return _laid_as(x, values.to(x.device, copy=here is not None))
+
+
+def _values_here(x: Any) -> Tensor:
+    """The values of a weight that is here, or in parts on the ranks of this one's stage: all of these call it."""
+    if not isinstance(x, ShardedTensor | Alias):
+        return plain(x)  # type: ignore[no-any-return]
+    with RunState.current.lender.unseen(), torch.no_grad():
+        return full(x).clone()
 
 
 def _laid_as(x: Any, values: Tensor) -> Tensor:
@@ -146,29 +160,10 @@ def _laid_as(x: Any, values: Tensor) -> Tensor:
     return torch.empty_strided(once.shape, stride, dtype=x.dtype, device=x.device).copy_(once).expand(x.shape)
 
 
-def refuse_parts(owner: JointGradients, name: str, of: str) -> None:
-    """Those that hold parts of a weight go on with these, and won't meet: on them it is no `Weight`.
-
-    Raises:
-        NotImplementedError: each rank that holds it has a part of it.
-    """
-    over = owner.in_parts.get(of)
-    if over is not None:
-        raise NotImplementedError(
-            f"{user_line()}: `{name}` needs the values of the weight {of!r} between two steps. They are on another "
-            f"stage of the pipeline, and split there over the {over} axis: no rank has them to send. Use them "
-            "within the step, write into the weight in place, as `p.data.mul_(0.9)` does, or train by a pipeline "
-            "without that axis."
-        )
-
-
 def equal(owner: JointGradients, a: Tensor, b: Tensor) -> bool:
     """`torch.equal`, by hashes of what is compared."""
     if a.shape != b.shape or a is b:
         return a.shape == b.shape
-    for x in (a, b):
-        if isinstance(x, Weight):
-            refuse_parts(owner, "equal", owner.name_of(x))
     owner.meet(f"compared weights of shape {tuple(a.shape)} between two steps")
     told = owner.axis.all_gather_object([_hash(owner, x) for x in (a, b)], "weights")
     one, other = (next((told[r][i] for r in range(len(told)) if told[r][i] is not None), None) for i in (0, 1))
@@ -179,7 +174,7 @@ def _hash(owner: JointGradients, x: Tensor) -> bytes | None:
     """Equal for equal values; None where they aren't known, and where one is no number."""
     if is_elsewhere(x):
         return None
-    values = plain(x).cpu() + 0  # of -0.0, too
+    values = _values_here(x).cpu() + 0  # of -0.0, too
     if bool(torch.isnan(values).any()):
         return None
     return hashlib.blake2b(raw_bytes(values.contiguous()).numpy().tobytes()).digest()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_par.absent.elsewhere import ElsewhereError, is_elsewhere
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, as_it_is
-from lightning_par.pipeline.between_steps.weight_reads import refuse_parts, sent
+from lightning_par.pipeline.between_steps.remote_weight import as_it_is
+from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     """Where what is written is; of weights that are not there, all ranks get the values first."""
     written = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     many = isinstance(written, (list, tuple))
-    weights = [x for x in tensors_in((args, kwargs)) if isinstance(x, Weight)]
+    weights = [x for x in tensors_in((args, kwargs)) if owner.is_weight(x)]
     for x in written if many else [written]:
         owner.replicas.refuse_write(name, x)
     there = [_holders(owner, name, x, weights) for x in (written if many else [written])]
@@ -55,7 +55,7 @@ def present(owner: JointGradients, name: str, value: Any, ranks: set[int]) -> An
     def there(x: Tensor) -> Tensor:
         if isinstance(x, Gradient):
             return x.beside(ranks)
-        away = isinstance(x, Weight) and not ranks <= set(owner.holders_of(owner.name_of(x)))
+        away = owner.is_weight(x) and not ranks <= set(owner.holders_of(owner.name_of(x)))
         return sent(owner, name, x) if away else x
 
     return map_tensors(there, value)
@@ -63,14 +63,10 @@ def present(owner: JointGradients, name: str, value: Any, ranks: set[int]) -> An
 
 def _holders(owner: JointGradients, name: str, written: Any, weights: list[Any]) -> set[int]:
     """The ranks that hold what ``name`` writes, of the ``weights``."""
-    if isinstance(written, Weight):
+    if owner.is_weight(written):
         return {*owner.holders_of(owner.name_of(written))}
     known = owner.others.known(written)
     if known is not None:
         return {*known}
-    if is_elsewhere(written) and any(owner.name_of(x) in owner.in_parts for x in weights):
-        return {*written.origin.holders}  # those that hold parts write into theirs, and don't meet
-    for x in weights:
-        refuse_parts(owner, name, owner.name_of(x))
     owner.meet(f"called `{name}` with weights of the model between two steps")
     return {*owner.others.ask(written)}

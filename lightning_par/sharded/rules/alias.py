@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_par.sharded.aliases import Memory, innermost
 from lightning_par.sharded.rules.gather_report import name_of, user_line
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.strides import viewed
+from lightning_par.sharded.run_state import RunState
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -39,6 +41,11 @@ class Alias(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from lightning_par.sharded.rules.lookup import dispatch
 
+        lender = RunState.current.lender
+        if lender is not None:
+            result = lender.lent(func, args, kwargs or {}, sys._getframe(1))
+            if result is not NotImplemented:
+                return result
         if any(hasattr(kind, "positions") or hasattr(kind, "_held") for kind in types):
             return dispatch(func, args, kwargs or {})
         return kept(_plainly, func, args, kwargs or {})

@@ -1,0 +1,89 @@
+"""Where stages keep weights in parts, what user code reads of them between steps is one device's on all ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_par import HybridParallelStrategy
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+from tests.helpers.surface import Net, check, loader, metrics, trainer, weights
+
+
+class Reads(Net):
+    """Values of views, of copies, and of what is made of them entry by entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        first, last = self.net[0].weight, self.head.weight
+        for p in self.parameters():
+            self.seen += [
+                p.abs().max(),
+                p.detach().square().sum(),
+                p.view(-1)[:3] * 2,
+                p.data.cpu().flatten().sort()[0],
+            ]
+            self.seen += [torch.tensor(p.detach().numpy().sum()), torch.tensor(p.clone().tolist()), p.float().double()]
+        self.seen += [first[:, 1:3].exp(), first.T @ first, first[:2].t() @ last[:2], first.chunk(4)[2].clone()]
+        self.seen += [torch.nn.utils.parameters_to_vector(self.parameters()), last.mean() + first.std()]
+        self.seen += [torch.tensor([torch.equal(first, first.clone()), torch.equal(first, first + 1)]).double()]
+        whole = torch.zeros_like(first)
+        whole.add_(first)  # is where that is
+        self.seen.append(first.add(1).log1p().relu().norm())
+        self.log("largest", sum(p.abs().max() for p in self.parameters()))
+
+
+class Keeps(Reads):
+    """An average of weights over steps."""
+
+    def on_fit_start(self) -> None:
+        self.average = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for mean, p in zip(self.average, self.parameters(), strict=True):
+            mean.mul_(0.5).add_(p.detach(), alpha=0.5)
+
+    def on_train_end(self) -> None:
+        with torch.no_grad():
+            for mean, p in zip(self.average, self.parameters(), strict=True):
+                p.copy_(mean)
+        self.seen += [p.abs().max() for p in self.parameters()]
+
+
+class Changes(Reads):
+    """Writes between a view and what is read of it."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.parameters():
+            row = p.detach()[0]
+            p.data.mul_(0.9)
+            self.seen += [row.abs().max(), p.abs().max()]
+
+
+def _fit(kind: type[Reads], strategy: dict[str, Any]) -> Any:
+    module = kind()
+    spread = {} if int(os.environ["WORLD_SIZE"]) == 1 else {"strategy": HybridParallelStrategy(**strategy)}
+    t = trainer(must_split=False, use_distributed_sampler=False, max_steps=2, **spread)
+    t.fit(module, loader(12))
+    seen = {str(n): x.detach().clone() for n, x in enumerate(module.seen)}
+    return {"metrics": metrics(t), "seen": seen, "weights": weights(module)}
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "tensor": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "microbatches": 2},
+    "fsdp": {"pipeline_parallel_size": 2, "data_parallel": "fsdp"},
+}
+
+
+@slow("tensor-Changes")
+@pytest.mark.parametrize("kind", [Reads, Keeps, Changes])
+@pytest.mark.parametrize("parts", PARTS)
+def test_what_is_read_is_one_devices(pool: Pool, parts: str, kind: type[Reads]) -> None:
+    check(pool, _fit, kind, PARTS[parts], world=4)
