@@ -14,6 +14,7 @@ axis, too, must be a sharded one.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +33,7 @@ from lightning_par.sharded import parameter_hooks
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import ShardedTensor, full, leaf
+from lightning_par.sharded.tensor import ShardedTensor, full, leaf, note_copy
 from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.sharded.who_reads import is_inner
 
@@ -196,6 +197,7 @@ class Stored(ShardedTensor):
         if id(self) not in memo:
             copied = self.twin(super().__deepcopy__(memo)._local)
             mark_parameter(copied)
+            note_copy(self, copied, sys._getframe(1))
             memo[id(self)] = put_on(copied, users_class(self))
         return memo[id(self)]
 

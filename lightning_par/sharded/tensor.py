@@ -327,9 +327,7 @@ class ShardedTensor(KeepsClass, torch.Tensor):
             if is_marked(self):
                 mark_parameter(copied)
                 put_on(copied, users_class(self))
-            lender = RunState.current.lender
-            if lender is not None:
-                lender.note_copy(self, copied, sys._getframe(1))
+            note_copy(self, copied, sys._getframe(1))
             memo[id(self)] = copied
         return memo[id(self)]
 
@@ -347,6 +345,13 @@ class ShardedTensor(KeepsClass, torch.Tensor):
             f"ShardedTensor(shape={tuple(self.shape)}, dim={self._dim}, axis={self._axis.name!r}, "
             f"rank {self._axis.rank} of {self._axis.size} holds {tuple(self._local.shape)}, dtype={self.dtype})"
         )
+
+
+def note_copy(x: Tensor, copied: Tensor, frame: types.FrameType) -> None:
+    """The code of ``frame`` has made a deep copy of ``x``: to it that is on the stages of a pipeline where ``x`` is."""
+    lender = RunState.current.lender
+    if lender is not None:
+        lender.note_copy(x, copied, frame)
 
 
 def leaf(param: Tensor) -> Tensor:

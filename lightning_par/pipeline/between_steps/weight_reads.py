@@ -34,14 +34,20 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     tensors = tensors_in((args, kwargs))
     if result is not NotImplemented or any(is_elsewhere(x) for x in tensors):
         return result
-    if any(isinstance(x, ShardedTensor) and not RunState.current.knows(x) for x in tensors):
-        return NotImplemented  # where it is elsewhere, it can't be read alone
+    in_parts = [x for x in tensors if owner.is_weight(x) and owner.name_of(x) in owner.in_parts]
+    if not all(map(_is_read_alone, in_parts)):
+        return NotImplemented
     view = viewed(owner, func, name, args, kwargs)
     if view is not None:
         return view
     result = as_it_is(func, args, kwargs)
     links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return map_tensors(without_graph, result) if links else result
+
+
+def _is_read_alone(x: Tensor) -> bool:
+    """Whether ranks that have nothing of ``x`` are brought its values; see `in_memory`."""
+    return RunState.current.knows(x) and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def viewed(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 from typing import Any
 
@@ -57,6 +59,27 @@ class Keeps(Reads):
         self.seen += [p.abs().max() for p in self.parameters()]
 
 
+class Copies(Reads):
+    """Deep copies are averaged, read and called, and what was saved is read once more."""
+
+    def on_train_start(self) -> None:
+        self.seen.clear()
+        self.__dict__["average"] = copy.deepcopy(self)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        average = self.__dict__["average"]
+        for mean, p in zip(average.parameters(), self.parameters(), strict=True):
+            mean.mul_(0.5).add_(p, alpha=0.5)
+        self.seen += [p.abs().max() for p in average.parameters()]
+        self.seen.append(average(torch.ones(2, 6, dtype=torch.float64)))
+        torch.save(self.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        self.seen += [x.abs().sum() for x in torch.load(file).values()]
+        with torch.enable_grad():
+            self.seen += [p.abs().sum().detach() for p in self.parameters()]
+
+
 class Changes(Reads):
     """Writes between a view and what is read of it."""
 
@@ -82,8 +105,8 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@slow("tensor-Changes")
-@pytest.mark.parametrize("kind", [Reads, Keeps, Changes])
+@slow(but=["tensor-Reads", "fsdp-Copies", "tensor-Keeps"])
+@pytest.mark.parametrize("kind", [Reads, Keeps, Copies, Changes])
 @pytest.mark.parametrize("parts", PARTS)
 def test_what_is_read_is_one_devices(pool: Pool, parts: str, kind: type[Reads]) -> None:
     check(pool, _fit, kind, PARTS[parts], world=4)
