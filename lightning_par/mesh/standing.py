@@ -38,6 +38,7 @@ class Standing:
         """Steps that run, one within the other."""
         self.writes = 0
         """How often code between steps has written to weights since the last one, alike on ranks at one place of it."""
+        self._counts = True
         self._thread = threading.get_ident()
         self._granted = -1
 
@@ -54,8 +55,18 @@ class Standing:
 
     def wrote(self) -> None:
         """To be called where a weight is written to; in steps it does not count."""
-        if not self.inside:
+        if self._counts and not self.inside:
             self.writes += 1
+
+    @contextlib.contextmanager
+    def writes_once(self) -> Iterator[None]:
+        """Around a function that writes, which counts once, whatever it calls on a rank that has parts."""
+        self.wrote()
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
 
     def rests(self) -> bool:
         """Whether this rank's own code waits for another rank, as far as it can be seen."""

@@ -135,6 +135,10 @@ class RunState:
         if self.reads is not None:
             self.reads.standing.wrote()
 
+    def writes_once(self) -> contextlib.AbstractContextManager[None]:
+        """Around a function that writes to weights of any stage: it counts as one write on each rank."""
+        return contextlib.nullcontext() if self.reads is None else self.reads.standing.writes_once()
+
     def begin(self) -> None:
         """From now on it is the current one, until it ends."""
         self._outer, RunState.current = RunState.current, self

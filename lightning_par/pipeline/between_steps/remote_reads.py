@@ -170,6 +170,13 @@ class JointGradients:
             return vars(x).get("_lender") is self or "_of" in vars(x)
         return isinstance(x, Weight)
 
+    def is_itself(self, x: Tensor) -> bool:
+        """Whether ``x``, which this rank has whole, has the very entries of a parameter or buffer."""
+        name = self.name_of(x)
+        buffers, own = self._buffers.get(name, ({}, ""))
+        weight: Any = self._parameters.get(name, buffers.get(own))
+        return weight is not None and bool(plain(x).is_set_to(plain(weight)))
+
     def lent(self, func: Any, args: Any, kwargs: Any, frame: types.FrameType) -> Any:
         """What ``func`` makes of weights that this rank has in parts, where the other ranks of the pipeline see it,
         too; else `NotImplemented`."""

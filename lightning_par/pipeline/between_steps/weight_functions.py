@@ -46,8 +46,8 @@ def run(owner: JointGradients, user: str, func: Any, name: str, args: Any, kwarg
         if result is not NotImplemented:
             return result
     if targets(func, args, kwargs):
-        RunState.current.wrote()
-        result = write(owner, func, name, args, kwargs)
+        with RunState.current.writes_once():
+            result = write(owner, func, name, args, kwargs)
         owner.replicas.refresh()
         return result
     if name == "equal" and all(isinstance(x, Tensor) for x in args[:2]) and args[0].dtype == args[1].dtype:

@@ -34,8 +34,7 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     tensors = tensors_in((args, kwargs))
     if result is not NotImplemented or any(is_elsewhere(x) for x in tensors):
         return result
-    in_parts = [x for x in tensors if owner.is_weight(x) and owner.name_of(x) in owner.in_parts]
-    if not all(map(_is_read_alone, in_parts)):
+    if not all(_is_read_alone(owner, x) for x in tensors if owner.is_weight(x)):
         return NotImplemented
     view = viewed(owner, func, name, args, kwargs)
     if view is not None:
@@ -45,9 +44,11 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     return map_tensors(without_graph, result) if links else result
 
 
-def _is_read_alone(x: Tensor) -> bool:
+def _is_read_alone(owner: JointGradients, x: Tensor) -> bool:
     """Whether ranks that have nothing of ``x`` are brought its values; see `in_memory`."""
-    return RunState.current.knows(x) and not (x.requires_grad and torch.is_grad_enabled())
+    if x.requires_grad and torch.is_grad_enabled():
+        return False
+    return RunState.current.knows(x) if owner.name_of(x) in owner.in_parts else owner.is_itself(x)
 
 
 def viewed(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
