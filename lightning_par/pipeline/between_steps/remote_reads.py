@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,19 +27,16 @@ from lightning_par.pipeline.between_steps.caller import sees_gradients, user_of
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, plain, user_who_asks
+from lightning_par.pipeline.between_steps.remote_weight import Weight, plain, user_who_asks
 from lightning_par.pipeline.between_steps.send_away import Placement
-from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
+from lightning_par.pipeline.between_steps.spread_weights import SpreadWeights
 from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
-from lightning_par.private.modules import buffers_of
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import name_of
-from lightning_par.sharded.rules.alias import Alias
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
-from lightning_par.sharded.user_classes import set_class
 from lightning_par.sharded.who_reads import is_inner
 
 _ADVICE = "Do it in code that all ranks run, and let one rank alone log the result."
@@ -71,14 +67,11 @@ class JointGradients:
         self.axis, self.meeting = axis, meeting
         self.others, self.replicas = Holders(axis), Replicas(self)
         self.run = partial(weight_functions.run, self)  # functions of weights; no frame of this file around them
-        self._parameters = _spread(module.named_parameters(), placement, axis)
-        # Steps may exchange buffers: they are found anew.
-        self._buffers = {name: _place_of(module, name) for name in _spread(module.named_buffers(), placement, axis)}
-        self.sources = {name: placement.first(name) for name in (*self._parameters, *self._buffers)}  # who sends them
-        self._views: dict[int, weakref.ref[Tensor]] = {}
-        self._weights = WeightClasses(self, [*self._parameters.values()])
-        self.recast = self._weights.recast
-        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._spread = spread = SpreadWeights(self, module, placement, axis)
+        self.name_of, self.spread_name, self.is_weight = spread.name_of, spread.spread_name, spread.is_weight
+        self.is_itself, self.show, self.recast = spread.is_itself, spread.show, spread.recast
+        self._parameters = spread.parameters
+        self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self._plain, self._unseen = 0, 0
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
@@ -99,9 +92,7 @@ class JointGradients:
         self._state.any_gradient = bool  # which would hold all weights
         self._hide()
         self._unseen += 1
-        for view in [view for ref in [*self._views.values()] if (view := ref()) is not None]:
-            _be_plain(view)
-        self._views.clear()  # what is referred to weakly can't become whole
+        self._spread.forget_views()
         self._optimizers.close()
 
     def forget(self) -> None:
@@ -159,24 +150,6 @@ class JointGradients:
         finally:
             self._unseen -= 1
 
-    def name_of(self, x: Any) -> str:
-        """The name of the spread parameter that ``x`` is, or is a view of."""
-        return vars(x).get("_of") or self._names[id(x)]
-
-    def is_weight(self, x: Any) -> bool:
-        """Whether ``x`` is a spread weight, or a view or a copy of one: this rank's whole, its part, or what stands
-        for it."""
-        if isinstance(x, ShardedTensor | Alias):
-            return vars(x).get("_lender") is self or "_of" in vars(x)
-        return isinstance(x, Weight)
-
-    def is_itself(self, x: Tensor) -> bool:
-        """Whether ``x``, which this rank has whole, has the very entries of a parameter or buffer."""
-        name = self.name_of(x)
-        buffers, own = self._buffers.get(name, ({}, ""))
-        weight: Any = self._parameters.get(name, buffers.get(own))
-        return weight is not None and bool(plain(x).is_set_to(plain(weight)))
-
     def lent(self, func: Any, args: Any, kwargs: Any, frame: types.FrameType) -> Any:
         """What ``func`` makes of weights that this rank has in parts, where the other ranks of the pipeline see it,
         too; else `NotImplemented`."""
@@ -190,10 +163,6 @@ class JointGradients:
         """The code of ``frame`` has made a deep copy of ``x``, of which this rank has a part."""
         if self.shows and self.is_weight(x) and user_of(frame) is not None:
             self.show(copied, self.name_of(x), copied=object())
-
-    def spread_name(self, x: Any) -> str | None:
-        """The name of the spread parameter that ``x`` is; None where it is none."""
-        return self._names.get(id(x))
 
     def holders_of(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a spread parameter."""
@@ -209,7 +178,7 @@ class JointGradients:
 
     def of(self, parameter: Tensor, held: Tensor | None) -> Tensor | None:
         """The gradient as user code sees it; ``held`` is this rank's."""
-        name = self._names[id(parameter)]
+        name = self.name_of(parameter)
         if name not in self.known():
             return None
         if held is None and self.sources[name] == self.axis.rank:
@@ -218,7 +187,7 @@ class JointGradients:
 
     def put(self, parameter: Tensor, value: Tensor | None, here: bool) -> None:
         """``parameter.grad = value`` in user code; ``here`` says whether this rank holds the parameter."""
-        name = self._names[id(parameter)]
+        name = self.name_of(parameter)
         if self._known is not None:
             self._known = self._known - {name} if value is None else self._known | {name}
         if self.is_weight(value) and not {*self._holders[name]} <= {*self._holders[self.name_of(value)]}:
@@ -274,54 +243,11 @@ class JointGradients:
         self.meeting(doing, _ADVICE)
 
     def _show(self) -> None:
-        self._weights.show()
-        for name, x in self._buffers_now():
-            self.show(x, name)
+        self._spread.show_all()
         self._optimizers.show()
         self._state.lender = self if self._has_parts else None
 
     def _hide(self) -> None:
         self._state.lender = None
-        self._weights.hide()
-        for _, x in self._buffers_now():
-            _be_plain(x)
+        self._spread.hide_all()
         self._optimizers.hide()
-
-    def _buffers_now(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (buffers, own) in self._buffers.items():
-            x = buffers.get(own)
-            if x is not None and not isinstance(x, ShardedTensor):
-                yield name, x
-
-    def show(self, x: Any, of: str, copied: object | None = None) -> Any:
-        """Let user code see ``x``, on the ranks of the parameter or buffer ``of``, as it sees that one; ``x`` again.
-
-        Args:
-            x: a buffer, a view or a copy.
-            of: the parameter's or buffer's name.
-            copied: what is the same for copies that share memory.
-        """
-        if self.is_weight(x) or id(x) in self._names:
-            return x
-        x._of, x._copied = of, copied
-        if isinstance(x, ShardedTensor | Alias):  # of which other code asks for the very class
-            return x
-        key = id(x)
-        set_class(x, self._weights.class_of(WeightView, type(x)))
-        self._views[key] = weakref.ref(x, lambda _: self._views.pop(key, None))
-        return x
-
-
-def _spread(tensors: Iterable[tuple[str, Tensor]], placement: Placement, axis: Axis) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors if len(placement.of(name, axis.size)) < axis.size}
-
-
-def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    path, _, own = name.rpartition(".")
-    return buffers_of(module.get_submodule(path)), own
-
-
-def _be_plain(x: Tensor) -> None:
-    if isinstance(x, WeightView):
-        set_class(x, x._plain)
-        del x._of, x._copied
