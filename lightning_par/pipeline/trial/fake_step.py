@@ -77,6 +77,12 @@ class FakeRun(CallTree, Run):
                 "pipeline runs another part: they would wait for one another. Use `self.all_gather` or "
                 "`self.trainer.strategy.reduce`, which go over the copies of the model, or TensorParallelStrategy."
             )
+        if self.training and getattr(func, "__name__", "") == "retain_grad" and not args[0].is_leaf:
+            raise NotImplementedError(
+                f"{user_line()}: a training step keeps the gradient of what it computes (retain_grad), which one rank "
+                "of the pipeline has, and the others would have None. Take it by `x.register_hook`, which all ranks "
+                "run, or use TensorParallelStrategy."
+            )
         if getattr(func, "__name__", "") == "__get__" and name_of(func) == "grad":  # it may be replaced
             self.reads_gradients = True
         if self.depth:

@@ -143,6 +143,18 @@ def test_gradients_that_come_otherwise_are_refused_on_all_ranks(pool: Pool, row:
         assert isinstance(message, str) and all(word in message for word in words), message
 
 
+class Retains(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net(batch[0])
+        hidden.retain_grad()
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+
+def test_an_activation_that_keeps_its_gradient_is_refused(pool: Pool) -> None:
+    for message in pool.run(2, _fit, Retains):
+        assert "test_gradients_apart.py:" in message and "(retain_grad)" in message, message
+
+
 def test_a_step_that_looks_at_another_stages_gradient_is_refused(pool: Pool) -> None:
     found = [x for x in pool.run(2, _fit, InStep) if isinstance(x, str)]
     assert len(found) == 2 and any("'net.0.weight', which is on another stage" in x for x in found), found
