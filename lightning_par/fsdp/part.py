@@ -121,8 +121,8 @@ class StoragePart(Part):
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         unstore(module)
-        if self.groups.tensor.size == 1:  # else `TensorPart.undo` does it
-            make_held_whole([module, *callbacks])
+        # else `TensorPart.undo` makes the module itself whole, once a pipeline has brought all of it back
+        make_held_whole([module, *callbacks], () if self.groups.tensor.size == 1 else module.parameters())
 
     def agree(self, microbatches: int) -> None:
         """Each microbatch gathers weights, with all peers: they must have as many. All of them must call it.

@@ -6,6 +6,8 @@ place, so whatever refers to it stays right.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import nn
 
@@ -32,10 +34,10 @@ def shard_module(module: nn.Module, plan: TensorPlan, axis: Axis) -> None:
         assert isinstance(parameter, ShardedTensor)  # it has become one
 
 
-def unshard_module(module: nn.Module) -> None:
-    """Give every rank the whole parameters again; all ranks must call it."""
+def unshard_module(module: nn.Module, but: Container[int] = ()) -> None:
+    """Give every rank the whole parameters again, except for those with an id in ``but``; all ranks must call it."""
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, ShardedTensor):
+        if isinstance(parameter, ShardedTensor) and id(parameter) not in but:
             grad = parameter.grad
             with torch.no_grad():
                 whole = nn.Parameter(parameter.kept_whole("unshard"), requires_grad=parameter.requires_grad)

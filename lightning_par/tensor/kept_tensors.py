@@ -42,7 +42,7 @@ def _whole(value: Any, seen: set[int]) -> Any:
         return value
     seen.add(id(value))
     if isinstance(value, nn.Module):
-        unshard_module(value)
+        unshard_module(value, seen)
         for module in value.modules():
             seen.add(id(module))
             _attributes(module, seen)

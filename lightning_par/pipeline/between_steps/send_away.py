@@ -155,13 +155,15 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
 
 
 def _shardings(found: dict[str, Tensor], axis: Axis) -> dict[str, Any]:
-    """How tensors that were made of weights are sharded where they are, by their path. All ranks must call it.
+    """How tensors are sharded where they are that may be so otherwise than the weight that they were made of, by their
+    path. All ranks must call it.
 
     Args:
         found: tensors of this rank.
         axis: the pipeline axis.
     """
-    made = {path: x for path, x in found.items() if not isinstance(x, Elsewhere | nn.Parameter)}
+    here = {path: x for path, x in found.items() if not isinstance(x, Elsewhere)}
+    made = {path: x for path, x in here.items() if not (isinstance(x, nn.Parameter) and isinstance(x, ShardedTensor))}
     mine = {path: (x._dim, x._positions) if isinstance(x, ShardedTensor) else None for path, x in made.items()}
     told: list[dict[str, Any]] = axis.all_gather_object(mine, "unshard")
     return {path: how for theirs in told for path, how in theirs.items()}
