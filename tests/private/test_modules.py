@@ -14,6 +14,7 @@ from lightning_par.private.modules import (
     BUFFERS,
     MODULES,
     PARAMETERS,
+    DerivedWeight,
     ModuleTree,
     buffers_of,
     derived_weights,
@@ -44,6 +45,7 @@ def test_weights_that_a_layers_hooks_compute_are_known(make: Any) -> None:
     layer = make(nn.Linear(2, 2))
     layer(torch.ones(2))
     (weight,) = derived_weights(layer)
+    assert isinstance(weight, DerivedWeight)
     assert weight.name == "weight" and torch.equal(weight.compute(), layer.weight)
     assert {*weight.of} <= {*layer.state_dict()}
     assert not derived_weights(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
