@@ -48,7 +48,7 @@ class Turns:
         self._meet("came to a validation", _ALIKE)
 
     def _at_end(self) -> None:
-        self._meet("came to the end of training", _STOP_ON_ALL)
+        self._meet("came to the end of training", _ALIKE)
 
     def _is_last(self) -> bool:
         """Whether the loop ends here, whatever it is told."""

@@ -16,6 +16,7 @@ from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.listening import Listening
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
+from lightning_par.pipeline.effects.trainer_state import look_at_trainer
 from lightning_par.pipeline.effects.unit_reach import users_within
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
@@ -23,7 +24,6 @@ from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
-from lightning_par.python_state.cells.names import AttributesCell
 from lightning_par.python_state.changes import Change, stored_by
 from lightning_par.python_state.contents import CacheCell
 from lightning_par.python_state.found import ATOMS
@@ -279,8 +279,8 @@ class Watch:
         within = {name: m for name, m in self.lightning_module.named_modules() if id(m) in self._units}
         snapshot.cells[ModesCell.NAME] = ModesCell(within)
         trainer = trainer_of(self.lightning_module)
-        if trainer is not None:  # of which a step may change this alone
-            snapshot.cells["self.trainer"] = AttributesCell("self.trainer", trainer, ("should_stop",))
+        if trainer is not None:
+            look_at_trainer(snapshot, trainer, self.packages)
         if hooks:
             snapshot.cells[HooksCell.NAME] = HooksCell(self._holders)
         return snapshot
