@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -235,6 +236,11 @@ class RanksMixin(HangWatchMixin):
         """Let other ranks know that this one comes to what all ranks come to."""
         if self._groups is not None:
             self._state.whereabouts.come(kind, self._groups.world.ranks, doing)
+
+    def on_exception(self, exception: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # torch's errors of a store that is gone
+            self._come("exception", f"ended with {type(exception).__name__}")
+        super().on_exception(exception)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce ``tensor`` in place over ``group``, or over the data axis: ranks of one replica hold equal values."""

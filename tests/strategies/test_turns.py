@@ -68,6 +68,27 @@ def test_a_stop_of_one_rank_alone_names_the_others(pool: Pool, strategy: Any, ho
     assert "reduce_boolean_decision(stop, all=False)" in report
 
 
+class FailsAlone(Callback):
+    """The last rank fails behind the last batch."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if not trainer.is_global_zero and trainer.global_step == 4:
+            raise ValueError("alone")
+
+
+def _failed() -> None:
+    trainer([FailsAlone()], strategy=TensorParallelStrategy(), must_split=False).fit(Net(), data())
+
+
+def test_a_rank_that_failed_is_not_waited_for(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, _failed, until=0)
+    assert (
+        "came to the end of training, and waits in vain for rank 1: rank 1 ended with ValueError"
+        in failed.value.reports[0]
+    )
+
+
 class StopsByLoss(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
