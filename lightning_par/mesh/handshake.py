@@ -119,8 +119,8 @@ class Meeting:
         store.set(keys[me], f"{doing}\n{about}")
         others = {rank: key for rank, key in keys.items() if rank != me}
         self._wait(others, f"Rank {me} {doing}", f"{', '.join(map(str, ranks))}. {advice}", patience)
-        for rank, key in others.items():
-            told, _, of = store.get(key).decode().partition("\n")
+        for rank, value in zip(others, store.multi_get([*others.values()])):
+            told, _, of = value.decode().partition("\n")
             if told == doing and of != about:
                 raise RuntimeError(_other_order(me, about, rank, of))
             if told != doing:

@@ -57,7 +57,8 @@ def adopt(optimizer: Optimizer, stages: StagePlaces | None = None) -> None:
             adopted = _Adopted(one)
             one._lightning_par = adopted  # type: ignore[attr-defined]
             one.step = adopted.bound_step()  # type: ignore[method-assign]
-            with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
+            # a wrapper that never called `Optimizer.__init__` has no hooks, or keeps them where torch can't add any
+            with contextlib.suppress(AttributeError, TypeError):
                 adopted.register()
         adopted.stages = stages
         adopted.begin()  # made by the user once for several fits, it has a state

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -162,11 +163,39 @@ def hand_on_metadata(state: Any, new: Any) -> None:
         new._metadata = state._metadata
 
 
-def weight_norms(module: nn.Module) -> list[Any]:
-    """Those of the deprecated ``torch.nn.utils.weight_norm`` on ``module``, which keeps what they computed last."""
+class DerivedWeight(NamedTuple):
+    """A weight that a layer computes of others before each call, and keeps, with its graph, until the next.
+
+    Attributes:
+        name: of the layer's attribute.
+        of: the names of the parameters and buffers that it is computed of.
+        compute: computes it anew.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    compute: Callable[[], Tensor]
+
+
+def derived_weights(module: nn.Module) -> list[DerivedWeight]:
+    """Those of the hooks of ``torch.nn.utils``: the older `weight_norm` and `spectral_norm`, and `prune`."""
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+    found: list[DerivedWeight] = []
+    of: tuple[str, ...]
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            of = f"{hook.name}_g", f"{hook.name}_v"
+            found.append(DerivedWeight(hook.name, of, functools.partial(hook.compute_weight, module)))
+        elif isinstance(hook, SpectralNorm):
+            of = f"{hook.name}_orig", f"{hook.name}_u", f"{hook.name}_v"
+            found.append(DerivedWeight(hook.name, of, functools.partial(hook.compute_weight, module, False)))
+        elif isinstance(hook, BasePruningMethod):
+            of = f"{hook._tensor_name}_orig", f"{hook._tensor_name}_mask"
+            found.append(DerivedWeight(hook._tensor_name, of, functools.partial(hook.apply_mask, module)))
+    return found
 
 
 def forget_weak_references(rnn: nn.RNNBase) -> None:

@@ -105,6 +105,39 @@ def before_validations(trainer: Any, note: Callable[[], None]) -> Callable[[], N
     return lambda: vars(loop).pop("setup_data", None)
 
 
+def around_turns(
+    trainer: Any, after_batch: Callable[[], None], before_validation: Callable[[], None], at_end: Callable[[], None]
+) -> Callable[[], None]:
+    """Let the fit loop call ``after_batch`` where a batch's hooks have run, and again where the validation has that may
+    follow, ``before_validation`` where one begins, and ``at_end`` where training is over, before hooks hear of any of
+    these; until the function that is returned is called."""
+    fit = trainer.fit_loop
+    batches, validation = fit.epoch_loop, fit.epoch_loop.val_loop
+
+    def on_advance_end(*args: Any) -> None:
+        after_batch()
+        type(batches).on_advance_end(batches, *args)
+        after_batch()
+
+    def run() -> Any:
+        before_validation()
+        return type(validation).run(validation)
+
+    def on_run_end() -> None:
+        at_end()
+        type(fit).on_run_end(fit)
+
+    changed = (batches, on_advance_end), (validation, run), (fit, on_run_end)
+    for loop, function in changed:
+        setattr(loop, function.__name__, function)
+
+    def end() -> None:
+        for loop, function in changed:
+            vars(loop).pop(function.__name__, None)
+
+    return end
+
+
 def begin_evaluation(progress: Any, before: int) -> None:
     """Let an evaluation count as Lightning does in its first batch, from where it is run again.
 
@@ -129,6 +162,16 @@ def about_to_begin_batch(frame: FrameType | None) -> bool:
     caller = None if frame is None else frame.f_back
     return any(
         f is not None and f.f_code.co_name == "advance" and f.f_globals["__name__"].endswith(".training_epoch_loop")
+        for f in (frame, caller)
+    )
+
+
+def met_a_skipped_step(frame: FrameType | None) -> bool:
+    """Whether the training loop, in which ``frame`` or its caller runs, has got None from a training step, and asks how
+    many ranks there are since it refuses that where one of several alone might skip a step."""
+    caller = None if frame is None else frame.f_back
+    return any(
+        f is not None and f.f_code.co_name == "_training_step" and f.f_globals["__name__"].endswith(".automatic")
         for f in (frame, caller)
     )
 

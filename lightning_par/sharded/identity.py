@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.private.compiler import forget_traced
-from lightning_par.private.modules import forget_weak_references, renew_weak_references, weight_norms
+from lightning_par.private.modules import derived_weights, forget_weak_references, renew_weak_references
 from lightning_par.private.tensors import PARAMETER_MARK
 from lightning_par.sharded.parameter_hooks import hang
 from lightning_par.sharded.user_classes import REMEMBERED, put_on, users_class
@@ -75,21 +75,22 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
 def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the weights of ``modules`` can `become` others.
 
-    An RNN's weak references to its own forbid it, and the graph of what a weight norm computed of them.
+    An RNN's weak references to its own forbid it, and the graph of a weight that hooks computed of them, as norms and
+    masks of pruning do.
     """
     modules = [*modules]
     rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-    norms = [(module, norm) for module in modules for norm in weight_norms(module)]
+    derived = [(module, weight) for module in modules for weight in derived_weights(module)]
     for rnn in rnns:
         forget_weak_references(rnn)
-    for module, norm in norms:
-        setattr(module, norm.name, getattr(module, norm.name).detach())
+    for module, weight in derived:
+        setattr(module, weight.name, getattr(module, weight.name).detach())
     try:
         yield
     finally:
         for rnn in rnns:
             renew_weak_references(rnn)
-        for module, norm in norms:  # each call computes it anew
-            if all(type(getattr(module, f"{norm.name}_{part}")) is nn.Parameter for part in "gv"):
+        for module, weight in derived:  # each call computes it anew
+            if all(type(getattr(module, name)) in (nn.Parameter, Tensor) for name in weight.of):
                 with torch.no_grad():
-                    setattr(module, norm.name, norm.compute_weight(module))
+                    setattr(module, weight.name, weight.compute())

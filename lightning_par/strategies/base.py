@@ -22,7 +22,7 @@ from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.callbacks.throughput_monitor import count_samples_once
 from lightning_par.fsdp.part import StoragePart, unstore
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.handshake import number_of
+from lightning_par.mesh.handshake import Meeting, number_of
 from lightning_par.optim import precision
 from lightning_par.optim.clipping import Counting
 from lightning_par.optim.gradient_sync import GradientSync
@@ -44,6 +44,7 @@ from lightning_par.strategies.parts import Parts, make_parts
 from lightning_par.strategies.preempting import PreemptingMixin
 from lightning_par.strategies.saving import SavingMixin
 from lightning_par.strategies.steps import StepsMixin
+from lightning_par.strategies.turns import Turns
 from lightning_par.tensor.kept_tensors import make_held_whole
 from lightning_par.trial.first_step import FirstStep
 
@@ -56,6 +57,8 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
 
     Subclasses override `resolve_layout` and `wanted`.
     """
+
+    _turns: Turns | None = None  # of a fit
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
@@ -95,6 +98,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         if fitting:
             self._gradients = self._make_gradient_sync(self.model)
             self._watch_data()
+            self._turns = Turns(trainer, Meeting(self.groups.world, self.timeout, "turns", "training runs"))
             self.setup_optimizers(trainer)
             self._adopt_optimizers()
         self.setup_precision_plugin()
@@ -266,6 +270,9 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
     def _undo_setup(self) -> None:
         module = self.lightning_module
         self._end_resuming()
+        if self._turns is not None:
+            self._turns.close()
+        self._turns = None
         self._close_gradients()
         for part in self.parts:
             part.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from lightning_par.private.compiler import Compiler
 from lightning_par.private.lightning_modules import trainer_of, uncompile
 from lightning_par.private.process_groups import init_process_group
 from lightning_par.private.strategies import given_anew, launched_by, takes_module
-from lightning_par.private.trainer import about_to_begin_batch
+from lightning_par.private.trainer import about_to_begin_batch, met_a_skipped_step
 from lightning_par.python_state import generators
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
@@ -156,6 +157,9 @@ class RanksMixin(HangWatchMixin):
             self._come("training batch", "came to the next batch")
             if self._preemption is not None:
                 self._preemption.before_batch()
+        # Over stages a step is known by the first batch of its kind: what gradients it has, if it returns None there?
+        if self._groups is not None and self.groups.pipeline.size == 1 and met_a_skipped_step(sys._getframe(1)):
+            return self.groups.data.size
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 
     def _are_replicas_meant(self) -> bool:
@@ -232,6 +236,11 @@ class RanksMixin(HangWatchMixin):
         """Let other ranks know that this one comes to what all ranks come to."""
         if self._groups is not None:
             self._state.whereabouts.come(kind, self._groups.world.ranks, doing)
+
+    def on_exception(self, exception: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # torch's errors of a store that is gone
+            self._come("exception", f"ended with {type(exception).__name__}")
+        super().on_exception(exception)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce ``tensor`` in place over ``group``, or over the data axis: ranks of one replica hold equal values."""

@@ -20,6 +20,7 @@ from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.private.trainer import is_dummy_experiment
 from lightning_par.sharded.packed_parameters import is_packed
+from lightning_par.trial.held_by_trainer import HELD, set_apart
 from lightning_par.trial.trainer_stand_ins import HeldLogger, Optimizers, Stand
 
 _LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
@@ -215,6 +216,9 @@ class TrainerView:
         if optimizers is not None and name in ("optimizers", "lr_scheduler_configs"):
             return optimizers.optimizers if name == "optimizers" else optimizers.schedules
         real = vars(self)["_real"]
+        if name in HELD:
+            vars(self)[name] = set_apart(getattr(real, name))
+            return vars(self)[name]
         value = _without_loading(real) if name == "estimated_stepping_batches" else getattr(real, name)
         if value is None and name in _LOADERS and _LOADERS[name] == real.state.fn.value:
             # Lightning fills it only when its loops start.

@@ -113,6 +113,7 @@ class Lookahead(Optimizer):
         self.inner, self.k, self.count = inner, k, 0
         self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}  # as timm's does
+        self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = {}, {}
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_par.private.modules import (
     BUFFERS,
     MODULES,
     PARAMETERS,
+    DerivedWeight,
     ModuleTree,
     buffers_of,
+    derived_weights,
     forget_weak_references,
     hand_on_metadata,
     is_persistent,
@@ -23,7 +26,6 @@ from lightning_par.private.modules import (
     named_parameters,
     parameters_of,
     renew_weak_references,
-    weight_norms,
 )
 
 
@@ -36,11 +38,17 @@ def test_an_rnns_weights_can_be_swapped() -> None:
         torch.utils.swap_tensors(rnn.weight_ih_l0, nn.Parameter(torch.zeros(12, 2)))
 
 
-def test_the_older_weight_norms_of_a_layer_are_known() -> None:
-    layer = nn.utils.weight_norm(nn.Linear(2, 2))
-    (norm,) = weight_norms(layer)
-    assert norm.name == "weight" and torch.equal(norm.compute_weight(layer), layer.weight)
-    assert not weight_norms(nn.utils.spectral_norm(nn.Linear(2, 2)))
+@pytest.mark.parametrize(
+    "make", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.l1_unstructured(layer, "weight", 2)]
+)
+def test_weights_that_a_layers_hooks_compute_are_known(make: Any) -> None:
+    layer = make(nn.Linear(2, 2))
+    layer(torch.ones(2))
+    (weight,) = derived_weights(layer)
+    assert isinstance(weight, DerivedWeight)
+    assert weight.name == "weight" and torch.equal(weight.compute(), layer.weight)
+    assert {*weight.of} <= {*layer.state_dict()}
+    assert not derived_weights(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
 
 
 def test_a_buffer_says_whether_it_is_persistent() -> None:

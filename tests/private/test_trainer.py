@@ -12,6 +12,7 @@ import torch
 from lightning_par.private.trainer import (
     about_to_begin_batch,
     around_restore,
+    around_turns,
     asked_checkpoint,
     before_validations,
     begin_epoch,
@@ -21,6 +22,7 @@ from lightning_par.private.trainer import (
     go_on_after_batch,
     is_dummy_experiment,
     is_entry_point,
+    met_a_skipped_step,
     restores_a_run,
     resumes,
     throughputs,
@@ -291,3 +293,63 @@ def test_an_evaluation_that_is_begun_counts_as_in_its_first_batch(namespace: Nam
     assert len(seen) == 2 and progress.state_dict() != seen[1]
     begin_evaluation(progress, before=3)
     assert progress.state_dict() == seen[1]
+
+
+@both
+def test_the_turns_of_a_fit_are_told(namespace: Namespace) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    told: list[str] = []
+
+    class Watched(boring):  # type: ignore[misc, valid-type]
+        def on_train_batch_end(self, *args: Any) -> None:
+            told.append("hook")
+
+        def on_train_end(self) -> None:
+            told.append("hook of the end")
+
+    options: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = trainer_class(
+        max_epochs=1, limit_train_batches=2, val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0,
+        accelerator="cpu", devices=1, **options,
+    )  # fmt: skip
+    note = told.append
+    ended = around_turns(trainer, lambda: note("batch"), lambda: note("validation"), lambda: note("end"))
+    trainer.fit(Watched())
+    ended()
+    assert told == ["hook", "batch", "batch", "hook", "batch", "validation", "batch", "end", "hook of the end"]
+    fit = trainer.fit_loop
+    assert not {"on_advance_end", "run", "on_run_end"} & {
+        *vars(fit),
+        *vars(fit.epoch_loop),
+        *vars(fit.epoch_loop.val_loop),
+    }
+
+
+@both
+def test_it_is_known_that_a_step_was_skipped(namespace: Namespace) -> None:
+    """Where Lightning asks how many ranks there are, to refuse that."""
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    asked: list[bool] = []
+
+    class Asked(namespace.from_pytorch("strategies", "SingleDeviceStrategy")):  # type: ignore[misc]
+        @property
+        def world_size(self) -> int:
+            asked.append(met_a_skipped_step(sys._getframe(1)))
+            return 1
+
+        @world_size.setter
+        def world_size(self, value: int) -> None:
+            pass
+
+    class Skips(boring):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = trainer_class(strategy=Asked("cpu"), max_epochs=1, limit_train_batches=3, limit_val_batches=0, **options)
+    trainer.fit(Skips())
+    assert sum(asked) == 1 and not met_a_skipped_step(None)

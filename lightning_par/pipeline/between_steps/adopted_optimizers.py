@@ -72,7 +72,8 @@ class AdoptedOptimizers:
         self._optimizers += [one for one in with_inner(optimizer) if "state" in vars(one)]
         undo = contextlib.ExitStack()
         undo.callback(_put_back, optimizer, before)
-        with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
+        # a wrapper that never called `Optimizer.__init__` has no hooks, or keeps them where torch can't add any
+        with contextlib.suppress(AttributeError, TypeError):
             undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self.show()).remove)
         self._undo[id(optimizer)] = undo.close
         self.show()

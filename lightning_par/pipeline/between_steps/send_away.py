@@ -18,7 +18,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import kind_of, kinds_at, wanted_of
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.program import Program
-from lightning_par.private.modules import buffers_of, is_persistent, weight_norms
+from lightning_par.private.modules import buffers_of, derived_weights, is_persistent
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.run_state import RunState
@@ -117,9 +117,9 @@ def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
                 origin = Origin(name, placement.holders[name], axis, sharding_of(x))
                 become(x, away_of(x, origin), name)
     for m in module.modules():
-        for norm in weight_norms(m):
-            if isinstance(getattr(m, f"{norm.name}_v"), Elsewhere):  # nor what was computed of it
-                setattr(m, norm.name, torch.empty_like(getattr(m, norm.name), device="meta"))
+        for weight in derived_weights(m):
+            if any(isinstance(getattr(m, name), Elsewhere) for name in weight.of):  # nor what was computed of it
+                setattr(m, weight.name, torch.empty_like(getattr(m, weight.name), device="meta"))
 
 
 @torch.no_grad()

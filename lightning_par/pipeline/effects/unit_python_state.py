@@ -22,6 +22,7 @@ from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.console import Said
+from lightning_par.pipeline.effects.late_changes import LateChanges
 from lightning_par.pipeline.effects.local_objects import ByPlace, flat, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, call_of
 from lightning_par.pipeline.effects.unit_reach import may_say
@@ -147,6 +148,7 @@ class InnerState:
         self._keeping: frozenset[str] = frozenset()
         self.made: ByPlace = {}
         self.says = False  # whether units may say something
+        self._late = LateChanges(watch)
         self._forget()
 
     def _forget(self) -> None:
@@ -181,6 +183,10 @@ class InnerState:
     def keeps(self, path: str | None) -> bool:
         """Whether the ranks are told what the unit ``path`` changes."""
         return path in self._keeping and not self._cut
+
+    def not_kept(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """The unit ``path`` runs inside: it must not change what all ranks reach, unless it is known to."""
+        return contextlib.nullcontext() if path in self._keeping else self._late.refused(path)
 
     def begin(self, program: Program, cut: bool) -> None:
         """A run begins, for which the ranks agree.

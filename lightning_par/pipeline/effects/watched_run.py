@@ -16,9 +16,11 @@ from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.listening import Listening
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
+from lightning_par.pipeline.effects.trainer_state import look_at_trainer
 from lightning_par.pipeline.effects.unit_reach import users_within
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
+from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
@@ -276,6 +278,9 @@ class Watch:
                 snapshot.add(f"hook {n} of {name}", hook)
         within = {name: m for name, m in self.lightning_module.named_modules() if id(m) in self._units}
         snapshot.cells[ModesCell.NAME] = ModesCell(within)
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None:
+            look_at_trainer(snapshot, trainer, self.packages)
         if hooks:
             snapshot.cells[HooksCell.NAME] = HooksCell(self._holders)
         return snapshot
@@ -307,6 +312,10 @@ class Watch:
         state = self.snapshot()
         given = self._of_batch(state, batch)
         return state.cells if given is None else {**state.cells, **given.cells}
+
+    def held(self) -> list[Cell]:
+        """In a run: what modules hold outside units, and what leads there."""
+        return [cell for name, cell in self._state.cells.items() if name.startswith("self")]
 
     def present(self, batch: Any = None) -> dict[tuple[str, Any], Any]:
         """What is there now, by the name of the object that holds it and where in it."""

@@ -43,12 +43,14 @@ class StageRun(StageValues):
     Attributes:
         told: what units change is told through it, if it is.
         keeps: whether all that a unit changes is told; None where nothing of the run is kept.
+        not_kept: is around a unit, whose changes are not told, if any are.
         hooks: those that hung when the run began.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
     """
 
     told: InnerState | None = None
     keeps: Callable[[str | None], bool] | None = None
+    not_kept: Callable[[str], AbstractContextManager[None]] | None = None
     hushed: bool | None = None
     hooks: HooksCell | None = None
 
@@ -200,7 +202,8 @@ class StageRun(StageValues):
     @contextmanager
     def _keeping(self, index: int, path: str) -> Iterator[None]:
         hung = nullcontext() if self.hooks is None else self.hooks.within_unit(path, self.axis is not None)
-        with hung, nullcontext() if self.told is None else self.told.call(index, path):
+        kept = nullcontext() if self.not_kept is None else self.not_kept(path)
+        with hung, kept, nullcontext() if self.told is None else self.told.call(index, path):
             yield
 
     @contextmanager

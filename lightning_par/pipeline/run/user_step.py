@@ -42,7 +42,7 @@ class UserStep:
         if self.inner is not None and run.stage < run.program.stages:
             # what units change is told once, by the first microbatch
             run.told = self.inner if first and not part.apart else None
-            run.keeps = self.inner.keeps
+            run.keeps, run.not_kept = self.inner.keeps, self.inner.not_kept
             run.hushed = None if counts and run.axis is None else not first
         # of all the runs one counts, the others are undone
         hear = partial(self.outputs.recorder, run)

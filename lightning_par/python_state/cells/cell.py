@@ -66,6 +66,10 @@ class Cell:
         """A dict whose version, if it has not changed, tells that nothing has moved."""
         return None
 
+    def now(self) -> dict[Any, Any]:
+        """What it holds now, by key; of a long one as much as tells that something came or went."""
+        return {}
+
     def renew(self, atoms: Collection[Any]) -> bool:
         """Take what it holds now for what it held before; False where more than ``atoms`` came or went."""
         return not self.moved()

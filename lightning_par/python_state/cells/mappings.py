@@ -56,6 +56,9 @@ class MappingCell(Cell):
     def _now(self) -> MutableMapping[Any, Any]:
         return self.mapping
 
+    def now(self) -> dict[Any, Any]:
+        return {**self._now()}
+
     def moved(self) -> bool:
         now, before = self.mapping, self.before
         return not (

@@ -12,6 +12,8 @@ from lightning_par.python_state.cells.cell import Cell, is_among
 from lightning_par.python_state.changes import MappingChange, SequenceChange, SetChange
 from lightning_par.python_state.tensor_writes import overwrite, version_of
 
+_FEW = 64  # entries
+
 
 class SequenceCell(Cell):
     """A list or a deque."""
@@ -30,6 +32,10 @@ class SequenceCell(Cell):
 
     def moved(self) -> bool:
         return len(self.owner) != len(self.before) or not all(map(is_, self.owner, self.before))
+
+    def now(self) -> dict[Any, Any]:
+        size = len(self.owner)
+        return dict(enumerate(self.owner)) if size <= _FEW else {size: None}
 
     def renew(self, atoms: Collection[Any]) -> bool:
         if not self.moved():

@@ -1,0 +1,41 @@
+"""The user's callbacks and data module as a trial run finds them at its trainer: what it sets there, or appends, goes
+with it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par.private.modes import no_modes
+
+_CONTAINERS = (list, dict, set, deque)
+_SMALL = 1 << 16  # elements
+HELD = frozenset(("callbacks", "datamodule"))
+"""The attributes of a trainer where they are."""
+
+
+def set_apart(value: Any) -> Any:
+    """Copies of callbacks, in a list, or of one data module. What they hold is shared, which may be large, as data sets
+    or an average of the weights; but for containers of their own, and small tensors."""
+    if isinstance(value, list):
+        return [*map(set_apart, value)]
+    if value is None or isinstance(value, nn.Module) or not isinstance(getattr(value, "__dict__", None), dict):
+        return value
+    try:
+        apart = object.__new__(type(value))
+    except TypeError:  # made by C++
+        return value
+    with no_modes():  # no function of the step's
+        vars(apart).update({name: _apart(x) for name, x in vars(value).items()})
+    return apart
+
+
+def _apart(x: Any) -> Any:
+    if type(x) in _CONTAINERS:
+        return copy.copy(x)
+    if type(x) is Tensor and x.is_leaf and not x.requires_grad and x.numel() <= _SMALL:
+        return x.clone()
+    return x

@@ -1,0 +1,66 @@
+"""What a step changes of its trainer, a callback or the data module is one device's on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
+from tests.helpers.pool import Pool
+from tests.helpers.surface import compare, kept, trainer
+
+
+class Data(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.level = 0.0
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(torch.randn(8, 4, generator=generator, dtype=torch.float64), batch_size=2)
+
+
+class Collects(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.b(self.a(batch)).square().mean()
+        t: Any = self.trainer
+        t.callbacks[0].losses.append(float(loss))
+        t.datamodule.losses.append(float(loss))
+        t.datamodule.level += float(loss)
+        t.last_loss = loss.detach()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _changed(strategy: Any = None) -> Any:
+    options = {} if strategy is None else {"strategy": strategy}
+    data, collects = Data(), Collects()
+    t = trainer([collects], must_split=False, **options)
+    t.fit(Net(), datamodule=data)
+    return data.losses, data.level, collects.losses, kept(getattr(t, "last_loss"))  # noqa: B009
+
+
+@pytest.mark.parametrize("strategy", [PipelineParallelStrategy(2, microbatches=1), TensorParallelStrategy(2)])
+def test_what_a_step_changes_of_its_trainer_is_one_devices(pool: Pool, strategy: Any) -> None:
+    one = _changed()
+    assert len(one[0]) == 4
+    for rank in pool.run(2, _changed, strategy):
+        assert not compare(one, rank)
