@@ -28,6 +28,7 @@ class Whereabouts:
     def __init__(self) -> None:
         self.run: int | None = None  # which of the job; None before it is known
         self._counts: Counter[str] = Counter()
+        self._last = ""  # what it came to
 
     def come(self, kind: str, ranks: tuple[int, ...], doing: str) -> None:
         """Post that this rank comes to something. No rank waits.
@@ -42,7 +43,12 @@ class Whereabouts:
             return
         what = f"{kind} {ranks}"
         self._counts[what] += 1
+        self._last = doing
         default_store().set(_key(dist.get_rank()), json.dumps((self.run, what, ranks, self._counts[what], doing)))
+
+    def end(self, ranks: tuple[int, ...], error: BaseException) -> None:
+        """Post that this rank ends with ``error``, and what it came to before: whoever waits, waits in vain."""
+        self.come("exception", ranks, f"{self._last}, and ended with {type(error).__name__}".removeprefix(", and "))
 
     def passed_by(self, rank: int) -> str | None:
         """What ``rank`` has come to without this rank, which must come, too; None where it may be still on its way."""

@@ -238,8 +238,9 @@ class RanksMixin(HangWatchMixin):
             self._state.whereabouts.come(kind, self._groups.world.ranks, doing)
 
     def on_exception(self, exception: BaseException) -> None:
-        with contextlib.suppress(RuntimeError):  # torch's errors of a store that is gone
-            self._come("exception", f"ended with {type(exception).__name__}")
+        if self._groups is not None:
+            with contextlib.suppress(RuntimeError):  # torch's errors of a store that is gone
+                self._state.whereabouts.end(self._groups.world.ranks, exception)
         super().on_exception(exception)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
