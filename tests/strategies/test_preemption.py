@@ -120,13 +120,15 @@ WINDOW = dict(accumulate_grad_batches=4)
 def _common(folder: Path) -> dict[str, dict[str, Any]]:
     saves = ModelCheckpoint(folder / "own", filename="own", save_on_exception=True, every_n_epochs=9)
     return {
-        "training": _fit(folder / "training", "tensor", "on_train_batch_start", 2),
-        "ctrl-c": _fit(folder / "ctrl-c", "tensor", "on_train_batch_start", 2, number=signal.SIGINT),
-        "validation": _fit(folder / "validation", "tensor", "on_validation_batch_start", 2),
+        "training": _fit(folder / "training", "tensor", "on_train_batch_start", 2, **HEARD),
+        "ctrl-c": _fit(folder / "ctrl-c", "tensor", "on_train_batch_start", 2, number=signal.SIGINT, **HEARD),
+        "validation": _fit(folder / "validation", "tensor", "on_validation_batch_start", 2, **HEARD),
         "planning": _fit(folder / "planning", "tensor", "setup", 0),
-        "window": _fit(folder / "window", "tensor", "on_train_batch_start", 1, **WINDOW),
-        "within": _fit(folder / "within", "tensor", "on_validation_batch_start", 0, **WINDOW, val_check_interval=2),
-        "own": _run(folder / "own", "tensor", [Sends("on_train_batch_start", times=2), saves]),
+        "window": _fit(folder / "window", "tensor", "on_train_batch_start", 1, **WINDOW, **HEARD),
+        "within": _fit(
+            folder / "within", "tensor", "on_validation_batch_start", 0, **WINDOW, **HEARD, val_check_interval=2
+        ),
+        "own": _run(folder / "own", "tensor", [Sends("on_train_batch_start", times=2, **HEARD), saves]),
         "test": _run(folder / "test", "tensor", [Sends("on_test_batch_start", times=1)], "test"),
     }
 
