@@ -28,6 +28,7 @@ from lightning_par.sharded.patches import SHARDED, SHARES, STORED, Patches
 from lightning_par.sharded.rules.stored_weights import gathering_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
+from lightning_par.sharded.user_classes import with_own_ways
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.tensor.kept_tensors import make_held_whole
@@ -184,7 +185,7 @@ def unstore(module: nn.Module) -> None:
 
 def _whole(module: nn.Module, callbacks: Iterable[Any]) -> dict[str, str]:
     """The parameters that can't be stored in parts, and why."""
-    packed = packed_parameters(module)
+    packed = packed_parameters(module) | with_own_ways(module)
     shared = overlapping(module, callbacks)
     return {name: f"shares memory with {other}" for name, other in shared.items()} | {
         name: f"is {what}" for name, what in packed.items()

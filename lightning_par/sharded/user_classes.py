@@ -88,6 +88,14 @@ def _is_own_way(name: str, value: Any) -> bool:
     return is_set or hasattr(Tensor, name)
 
 
+def with_own_ways(module: nn.Module) -> dict[str, str]:
+    """The parameters of ``module``, by their first names, that can't be in parts for what their class overrides, and
+    what each is."""
+    kinds = {name: type(x) for name, x in module.named_parameters() if is_users(type(x))}
+    return {name: f"a {kind.__name__}, which has its own {_own_ways(kind)[0]}" for name, kind in kinds.items()
+            if _own_ways(kind)}  # fmt: skip
+
+
 def _check_adds_alone(kind: type) -> None:
     """Sharded tensors have what ``kind`` adds to torch's, and what both have as torch has it."""
     ways = _own_ways(kind)

@@ -15,6 +15,7 @@ from lightning_par.sharded.nested_padding import pad_as_nested
 from lightning_par.sharded.overlapping_parameters import overlapping
 from lightning_par.sharded.packed_parameters import packed_parameters
 from lightning_par.sharded.patches import SHARDED, Patches
+from lightning_par.sharded.user_classes import with_own_ways
 from lightning_par.sharded.whole_arguments import hand_metrics_whole_tensors
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.startup_table import show_plan
@@ -86,6 +87,7 @@ class TensorPart(Part):
         shared = overlapping(first.module, first.trainer.callbacks)
         whole = {name: f"it shares memory with {other}" for name, other in shared.items()}
         whole |= {name: f"it is {what}" for name, what in packed_parameters(first.module).items()}
+        whole |= {name: f"it is {what}" for name, what in with_own_ways(first.module).items()}
         return make_plan(recording, self.groups.tensor.size, styles, whole)
 
 
