@@ -185,7 +185,7 @@ def unstore(module: nn.Module) -> None:
 
 def _whole(module: nn.Module, callbacks: Iterable[Any]) -> dict[str, str]:
     """The parameters that can't be stored in parts, and why."""
-    packed = packed_parameters(module) | with_own_ways(module)
+    packed = with_own_ways(module) | packed_parameters(module)
     shared = overlapping(module, callbacks)
     return {name: f"shares memory with {other}" for name, other in shared.items()} | {
         name: f"is {what}" for name, what in packed.items()

@@ -91,9 +91,9 @@ def _is_own_way(name: str, value: Any) -> bool:
 def with_own_ways(module: nn.Module) -> dict[str, str]:
     """The parameters of ``module``, by their first names, that can't be in parts for what their class overrides, and
     what each is."""
-    kinds = {name: type(x) for name, x in module.named_parameters() if is_users(type(x))}
-    return {name: f"a {kind.__name__}, which has its own {_own_ways(kind)[0]}" for name, kind in kinds.items()
-            if _own_ways(kind)}  # fmt: skip
+    kinds = {name: users_class(x) for name, x in module.named_parameters()}
+    ways = {name: _own_ways(kind) for name, kind in kinds.items() if kind is not None}
+    return {name: f"a {kinds[name].__name__}, which has its own {own[0]}" for name, own in ways.items() if own}
 
 
 def _check_adds_alone(kind: type) -> None:

@@ -86,8 +86,8 @@ class TensorPart(Part):
             styles = _used(recording, styles)
         shared = overlapping(first.module, first.trainer.callbacks)
         whole = {name: f"it shares memory with {other}" for name, other in shared.items()}
-        whole |= {name: f"it is {what}" for name, what in packed_parameters(first.module).items()}
-        whole |= {name: f"it is {what}" for name, what in with_own_ways(first.module).items()}
+        kept = with_own_ways(first.module) | packed_parameters(first.module)
+        whole |= {name: f"it is {what}" for name, what in kept.items()}
         return make_plan(recording, self.groups.tensor.size, styles, whole)
 
 
