@@ -28,7 +28,7 @@ _WATCHED = ("torch.distributions", "torch.optim", "torch.nn", "torch.cuda.amp", 
             "transformers.cache_utils", "transformers.modeling_outputs", "transformers.utils.generic")  # fmt: skip
 # Whose code runs the user's, and is run by it.
 _AROUND = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_par")
-_INSTALLED = tuple({str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+_STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
 @functools.cache
@@ -49,10 +49,30 @@ def is_users_code(module: str | None, packages: frozenset[str]) -> bool:
     if module is None or is_library(module):
         return False
     top = module.partition(".")[0]
-    if top in packages:
-        return True
-    file = getattr(sys.modules.get(top), "__file__", None)
-    return file is None or not str(Path(file)).startswith(_INSTALLED)
+    return top in packages or not _is_installed(top)
+
+
+def _is_installed(top: str) -> bool:
+    """Whether the package or file of this name was installed, in whatever folder Python looks for such."""
+    module = sys.modules.get(top)
+    file = getattr(module, "__file__", None)
+    places = [*getattr(module, "__path__", ())] or ([] if file is None else [file])
+    return bool(places) and all(_is_of_installers(Path(place)) for place in places)
+
+
+def _is_of_installers(place: Path) -> bool:
+    """Whether a package or file lies in a folder that `site` has for installed ones, of this environment, of those
+    below it and of the user; or who installed it wrote that down beside it (``pip install --target``)."""
+    folder = place.parent
+    named = folder.name in ("site-packages", "dist-packages") or folder in _STANDARD
+    return named or place.name in _recorded(folder)
+
+
+@functools.cache
+def _recorded(folder: Path) -> frozenset[str]:
+    """What installers put into a folder, as they note there (the "RECORD" of PyPA's specifications)."""
+    records = [record.read_text(errors="replace") for record in folder.glob("*.dist-info/RECORD")]
+    return frozenset(line.partition(",")[0].partition("/")[0] for text in records for line in text.splitlines())
 
 
 def has_attributes(value: Any) -> bool:

@@ -1,12 +1,16 @@
-"""Which line of an error's way is the user's."""
+"""Which code is the user's, and which line of an error's way."""
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from lightning_par.python_state.user_code import last_of, line_of
+import pytest
+
+from lightning_par.python_state.user_code import is_users_code, last_of, line_of
 
 
 def function(module: str, call: Callable[[], Any] | None = None) -> Callable[[], Any]:
@@ -43,3 +47,32 @@ def test_what_is_wanted_counts_where_no_code_of_the_users_comes_behind_it() -> N
     found = last_of(raised("lightning.pytorch", "torch.optim.lbfgs", "lightning_par.optim"), steps)
     assert found is not None and found.f_globals["__name__"] == "torch.optim.lbfgs"
     assert last_of(raised("torch.optim.lbfgs", "mine", "torch"), steps) is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "noted", "users"),
+    [
+        ("project/src", "", True),
+        ("project", "other", True),
+        ("base/lib/python3/site-packages", "", False),
+        ("usr/lib/python3/dist-packages", "", False),
+        ("target", "{name}", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "package", "namespace"])
+def test_code_in_folders_of_installers_is_not_the_users(
+    folder: str, noted: str, users: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"code_of_{kind}_in_{folder.replace('/', '_').replace('-', '_').replace('.', '_')}"
+    place = tmp_path / folder
+    place.mkdir(parents=True)
+    file = {"file": f"{name}.py", "package": f"{name}/__init__.py", "namespace": f"{name}/part.py"}[kind]
+    (place / file).parent.mkdir(exist_ok=True)
+    (place / file).touch()
+    if noted:
+        (place / "a-1.0.dist-info").mkdir()
+        (place / "a-1.0.dist-info/RECORD").write_text(f"{file.replace(name, noted.format(name=name))},,\n")
+    monkeypatch.syspath_prepend(place)
+    importlib.import_module(f"{name}.part" if kind == "namespace" else name)
+    assert is_users_code(f"{name}.part", frozenset()) is users
+    assert is_users_code(f"{name}.part", frozenset({name}))
