@@ -22,7 +22,8 @@ from lightning_par.pipeline.effects.backward_outputs import hooks_heard
 from lightning_par.pipeline.effects.effects import log_and_say, packed_error
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, call_of
-from lightning_par.pipeline.effects.unit_python_state import Changed, InnerState, Told
+from lightning_par.pipeline.effects.told_changes import Changed, Told, leave_what_cannot_travel, sent
+from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.delivery import Turn, called_before, deliver_in_turn
 from lightning_par.private.graph import at_end_of_backward
@@ -82,7 +83,7 @@ class InBackward:
     def _tell_raised(self, error: Exception) -> None:
         """The others wait for what this rank's backward has changed: they raise the same."""
         known = Known({}, {}, self.inner.module)
-        self.inner.sent(Told(raised=packed_error(error)), self.axis.rank, "state of hooks", known)
+        sent(Told(raised=packed_error(error)), self.axis, self.inner.device, self.axis.rank, "state of hooks", known)
 
     def _hearing(self, said: Changed, before: Snapshot) -> contextlib.AbstractContextManager[None]:
         module = self.watch.lightning_module
@@ -121,8 +122,8 @@ class InBackward:
     def _told(self, mine: Changed, source: int, before: Snapshot) -> Changed:
         known, told = Known(before.names, before.objects, self.inner.module), Told({0: mine})
         if source == self.axis.rank:
-            self.inner.leave_what_cannot_travel(told, known)
-        told = self.inner.sent(told, source, "state of hooks", known)
+            leave_what_cannot_travel(told, known, self.inner.device, self.inner.made)
+        told = sent(told, self.axis, self.inner.device, source, "state of hooks", known)
         if told.raised is not None:
             raise pickle.loads(told.raised)
         if told.refused:
