@@ -34,12 +34,15 @@ class _UnclearError(Exception):
 class UnitOutline:
     """Of one call of a unit; equal ones differ in nothing that its code could go by, but for its weights' values.
 
+    Whole numbers among the attributes of modules, as their places are, stand apart.
+
     Args:
         module: the unit.
         given: its arguments.
 
     Attributes:
         words: to be compared; None where nothing counts as like it.
+        numbers: the whole numbers that modules hold, in order.
 
     Example::
 
@@ -53,12 +56,13 @@ class UnitOutline:
         self._seen: dict[int, int] = {}
         self._held: list[Any] = []  # ids stay valid as long as these live
         self._memories: dict[int, int] = {}
+        self._numbers: list[int] = []
         self.words: tuple[Any, ...] | None = None
         try:
             with no_modes():
                 self._add(module)
                 self._add(given)
-            self.words = tuple(self._words)
+            self.words, self.numbers = tuple(self._words), tuple(self._numbers)
         except (_UnclearError, RecursionError):
             pass
 
@@ -86,9 +90,10 @@ class UnitOutline:
             self._add_all(kind, x)
         elif kind in _MAPPINGS:
             self._add_mapping(kind, x)
-        elif isinstance(x, nn.Module) or _is_its_attributes(x, kind):
-            own = {key: value for key, value in vars(x).items() if key != CALL}
-            self._add_mapping(kind, own)
+        elif isinstance(x, nn.Module):
+            self._add_module(kind, {key: value for key, value in vars(x).items() if key != CALL})
+        elif _is_its_attributes(x, kind):
+            self._add_mapping(kind, vars(x))
         elif kind is deque:
             self._add_all(kind, (x.maxlen, *x))
         elif kind in _SETS and all(type(value) is str for value in x):
@@ -108,6 +113,12 @@ class UnitOutline:
         for key, value in x.items():
             self._add(key)
             self._add(value)
+
+    def _add_module(self, kind: type, attributes: Mapping[str, Any]) -> None:
+        numbers = {key: value for key, value in attributes.items() if type(value) is int}
+        self._numbers += numbers.values()
+        self._words.append(tuple(numbers))
+        self._add_mapping(kind, {key: value for key, value in attributes.items() if key not in numbers})
 
     def _add_tensor(self, x: Tensor) -> None:
         if isinstance(x, ShardedTensor):

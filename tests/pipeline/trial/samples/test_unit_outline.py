@@ -112,6 +112,33 @@ def test_one_that_differs_is_tried_by_itself(change: Callable[[Layer], None], mo
     assert viewed == [f"layers.{ODD}"] and tried == ["a", "layers.0", f"layers.{ODD}", "b"]
 
 
+class _Numbered(Layer):
+    """Knows its place, as layers of language models do."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+
+def _numbered(model: Base) -> None:
+    model.layers = nn.ModuleList(map(_Numbered, range(LAYERS)))
+
+
+def _of_two_sizes(model: Base) -> None:
+    _numbered(model)
+    model.layers[-1].inner.out_features = C + 1  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize(("change", "last"), [(_numbered, []), (_of_two_sizes, [f"layers.{LAYERS - 1}"])])
+def test_layers_that_differ_in_their_number_alone_are_tried_twice(
+    change: Callable[[Base], None], last: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Deep(lambda layer: None)
+    change(model)
+    tried, viewed = _tried(model, monkeypatch)
+    assert tried == ["a", "layers.0", "layers.1", *last, "b"] and viewed == last
+
+
 def test_what_a_unit_is_given_tells_it_from_others() -> None:
     unit, x = Layer(), torch.ones(2, 4)
 
