@@ -96,13 +96,29 @@ def before_validations(trainer: Any, note: Callable[[], None]) -> Callable[[], N
     """Call ``note`` before each validation while fitting makes its loaders' iterators, which draw; until the function
     that is returned is called. Hooks run behind that."""
     loop = trainer.fit_loop.epoch_loop.val_loop
+    set_up = loop.setup_data
 
     def setup_data() -> None:
         note()
-        type(loop).setup_data(loop)
+        set_up()
 
-    loop.setup_data = setup_data
-    return lambda: vars(loop).pop("setup_data", None)
+    return _put(loop, setup_data)
+
+
+def _put(loop: Any, function: Callable[..., Any]) -> Callable[[], None]:
+    """Let ``loop`` have ``function`` as its method of that name, until what is returned is called: then it has again
+    what it had, which may be the user's, as in a test."""
+    name = function.__name__
+    before = vars(loop).get(name)
+    setattr(loop, name, function)
+
+    def end() -> None:
+        if vars(loop).get(name) is function:
+            delattr(loop, name)
+            if before is not None:
+                setattr(loop, name, before)
+
+    return end
 
 
 def around_turns(
@@ -113,27 +129,26 @@ def around_turns(
     these; until the function that is returned is called."""
     fit = trainer.fit_loop
     batches, validation = fit.epoch_loop, fit.epoch_loop.val_loop
+    advanced, evaluate, ended = batches.on_advance_end, validation.run, fit.on_run_end
 
     def on_advance_end(*args: Any) -> None:
         after_batch()
-        type(batches).on_advance_end(batches, *args)
+        advanced(*args)
         after_batch()
 
     def run() -> Any:
         before_validation()
-        return type(validation).run(validation)
+        return evaluate()
 
     def on_run_end() -> None:
         at_end()
-        type(fit).on_run_end(fit)
+        ended()
 
-    changed = (batches, on_advance_end), (validation, run), (fit, on_run_end)
-    for loop, function in changed:
-        setattr(loop, function.__name__, function)
+    ends = [_put(batches, on_advance_end), _put(validation, run), _put(fit, on_run_end)]
 
     def end() -> None:
-        for loop, function in changed:
-            vars(loop).pop(function.__name__, None)
+        for each in ends:
+            each()
 
     return end
 

@@ -56,7 +56,7 @@ def stand_in(
             give_meaning(memo[id(parameter)], parameter, tensor, memo)
     top = memo[id(module)]
     trainer = trainer_of(module)
-    optimizers = Optimizers(top, lambda: _made(trainer), memo)
+    optimizers = Optimizers(top, lambda: _made(trainer), memo, _optimizer_class(trainer))
     view = None if trainer is None else TrainerView(trainer, optimizers)
     if view is not None:
         memo[id(trainer)] = view  # to hooks that close over it, too
@@ -69,7 +69,7 @@ def stand_in(
     if view is not None:
         give_trainer(top, view)
     if hasattr(module, "automatic_optimization"):
-        _silence(top, optimizers)
+        _silence(top, optimizers, _logger_stands(trainer))
     for submodule in top.modules():
         if callable(getattr(submodule, "compute", None)) and callable(getattr(submodule, "update", None)):
             _silence_metric(submodule, took)
@@ -193,9 +193,10 @@ class TrainerView:
     """The trainer as a trial run sees it: to be read, not to be changed or asked to act."""
 
     def __init__(self, trainer: Any, optimizers: Optimizers | None = None) -> None:
+        loggers = _logger_stands(trainer)
         vars(self).update(
-            _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand(),
-            held_loggers=[HeldLogger() for _ in getattr(trainer, "loggers", ())],
+            _optimizers=optimizers, _real=trainer, logger=loggers[0], loggers=loggers, save_checkpoint=Stand(),
+            held_loggers=[HeldLogger(type(x)) for x in getattr(trainer, "loggers", ())],
         )  # fmt: skip
 
     def __copy__(self) -> TrainerView:
@@ -237,7 +238,18 @@ def _without_loading(trainer: Any) -> Any:
         loop.update(before)
 
 
-def _silence(copy_of_module: Any, optimizers: Optimizers) -> None:
+def _logger_stands(trainer: Any) -> list[Stand]:
+    """What a step finds as the loggers of its ``trainer``; one at least."""
+    return [Stand(type(x)) for x in getattr(trainer, "loggers", ())] or [Stand()]
+
+
+def _optimizer_class(trainer: Any) -> type | None:
+    """Lightning's own of optimizers, of the package that ``trainer`` is of."""
+    namespace = getattr(getattr(trainer, "strategy", None), "namespace", None)
+    return None if namespace is None else namespace.from_pytorch("core.optimizer", "LightningOptimizer")  # type: ignore[no-any-return]
+
+
+def _silence(copy_of_module: Any, optimizers: Optimizers, loggers: list[Stand]) -> None:
     """Methods of a LightningModule that reach out of it do nothing."""
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
@@ -245,7 +257,7 @@ def _silence(copy_of_module: Any, optimizers: Optimizers) -> None:
     quiet = ("log", "log_dict", "print", "manual_backward", "backward", "toggle_optimizer", "untoggle_optimizer",
              "clip_gradients", "optimizer_step", "save_hyperparameters")  # fmt: skip
     body: dict[str, Any] = dict.fromkeys(quiet, nothing)
-    body["logger"], body["loggers"] = Stand(), [Stand()]
+    body["logger"], body["loggers"] = loggers[0], loggers
     body["optimizers"] = lambda self, *args, **kwargs: _one_or_all(optimizers.optimizers)
     body["lr_schedulers"] = lambda self: _one_or_all(optimizers.schedules) or None
     body["all_gather"] = lambda self, data, *args, **kwargs: data

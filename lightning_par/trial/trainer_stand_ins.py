@@ -20,7 +20,18 @@ _PLAIN = (bool, int, float, str)
 
 
 class Stand:
-    """Takes the place of a logger or an optimizer: whatever is asked of it, nothing happens."""
+    """Takes the place of a logger or an optimizer: whatever is asked of it, nothing happens.
+
+    Args:
+        kind: the class of what it stands for, which `isinstance` finds, as with Lightning's own wrappers.
+    """
+
+    def __init__(self, kind: type | None = None) -> None:
+        vars(self)["_kind"] = kind
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        return vars(self).get("_kind") or type(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -57,7 +68,8 @@ class Stand:
 class HeldLogger(Stand):
     """Takes the place of a logger of the trainer's that code holds by itself; ``asked`` hears of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type | None = None) -> None:
+        super().__init__(kind)
         self.asked: Callable[[], None] = lambda: None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +80,8 @@ class HeldLogger(Stand):
 class OptimizerStand(Stand):
     """An optimizer that does nothing, and has the groups of parameters of a real one."""
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], kind: type | None = None) -> None:
+        super().__init__(kind)
         self.param_groups = groups
 
 
@@ -76,6 +89,7 @@ class ScheduleStand(Stand):
     """A learning rate schedule that does nothing, and has the numbers of a real one."""
 
     def __init__(self, real: Any) -> None:
+        super().__init__(type(real))
         vars(self).update({name: x for name, x in vars(real).items() if isinstance(x, _PLAIN)}, scheduler=self)
         vars(self).update({name: [*x] for name, x in vars(real).items() if _is_list_of_numbers(x)})
         with contextlib.suppress(Exception):  # one of the user's own may have none
@@ -90,15 +104,22 @@ class Optimizers:
         module: the copy.
         real: gives the optimizers and the schedules that there are by now.
         copies: of parameters, by the ids of the real ones.
+        wrapper: Lightning's class of optimizers, of which they are, too, in steps.
 
     Example::
 
-        optimizers = Optimizers(copy, lambda: ([], []), {})
+        optimizers = Optimizers(copy, lambda: ([], []), {}, LightningOptimizer)
         assert optimizers.optimizers[0].param_groups[0]["lr"] == 0.1
     """
 
-    def __init__(self, module: Any, real: Callable[[], tuple[list[Any], list[Any]]], copies: Mapping[int, Any]) -> None:
-        self._module, self._real, self._copies = module, real, copies
+    def __init__(
+        self,
+        module: Any,
+        real: Callable[[], tuple[list[Any], list[Any]]],
+        copies: Mapping[int, Any],
+        wrapper: type | None,
+    ) -> None:
+        self._module, self._real, self._copies, self._wrapper = module, real, copies, wrapper
         self._found: tuple[list[Any], list[Any]] | None = None
 
     @property
@@ -115,9 +136,13 @@ class Optimizers:
                 optimizers, schedules = self._real()
                 if not optimizers:
                     optimizers, schedules = self._configured()
-            stands = [OptimizerStand([*self._groups(optimizer)]) for optimizer in optimizers]
+            stands = [OptimizerStand([*self._groups(x)], self._wrapped(type(x))) for x in optimizers]
             self._found = (stands, [*map(ScheduleStand, schedules)]) if stands else ([Stand()], [Stand()])
         return self._found
+
+    def _wrapped(self, kind: type) -> type:
+        """The class of an optimizer of ``kind`` as Lightning's wrapper makes it."""
+        return kind if self._wrapper is None else type(f"Lightning{kind.__name__}", (self._wrapper, kind), {})
 
     def _configured(self) -> tuple[list[Any], list[Any]]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -316,16 +317,14 @@ def test_the_turns_of_a_fit_are_told(namespace: Namespace) -> None:
         accelerator="cpu", devices=1, **options,
     )  # fmt: skip
     note = told.append
+    fit = trainer.fit_loop
+    users = fit.epoch_loop.val_loop.run = Mock(wraps=fit.epoch_loop.val_loop.run)  # as tests do
     ended = around_turns(trainer, lambda: note("batch"), lambda: note("validation"), lambda: note("end"))
     trainer.fit(Watched())
     ended()
     assert told == ["hook", "batch", "batch", "hook", "batch", "validation", "batch", "end", "hook of the end"]
-    fit = trainer.fit_loop
-    assert not {"on_advance_end", "run", "on_run_end"} & {
-        *vars(fit),
-        *vars(fit.epoch_loop),
-        *vars(fit.epoch_loop.val_loop),
-    }
+    assert users.call_count == 1 and fit.epoch_loop.val_loop.run is users
+    assert not {"on_advance_end", "on_run_end"} & {*vars(fit), *vars(fit.epoch_loop)}
 
 
 @both

@@ -11,9 +11,11 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
+from lightning_par import TensorParallelStrategy
 from lightning_par.trial.trial_run import record_step
 
 
@@ -129,6 +131,40 @@ def test_tensors_can_be_copied_deeply_in_a_step() -> None:
 def test_manual_optimization_is_recorded_to_its_end() -> None:
     recording = record_step(Pair(), "training_step", torch.randn(3, 2))
     assert recording.stopped is None
+    assert [event.name for event in recording.events].count("linear") == 2
+
+
+class Typed(L.LightningModule):
+    """Asserts what it is given, as who checks types does, and goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.net, self.rest = False, nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer) and isinstance(optimizer, torch.optim.SGD)
+        assert not isinstance(optimizer, torch.optim.Adam) and isinstance(self.trainer.optimizers[0], torch.optim.SGD)
+        assert isinstance(self.logger, CSVLogger) and isinstance(self.trainer.logger, CSVLogger)
+        x = self.net(batch)
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            x = self.rest(x)
+        optimizer.zero_grad()
+        self.manual_backward(x.sum())
+        optimizer.step()
+
+
+def test_stand_ins_are_of_the_classes_that_they_stand_for(tmp_path: Any) -> None:
+    module = Typed()
+    strategy = TensorParallelStrategy(tensor_parallel_size=1)
+    trainer = L.Trainer(strategy=strategy, logger=CSVLogger(tmp_path), accelerator="cpu", devices=1)
+    module.trainer = trainer
+    recording = record_step(module, "training_step", torch.randn(3, 4), shared=(trainer,))
+    assert recording.stopped is None, recording.stopped
     assert [event.name for event in recording.events].count("linear") == 2
 
 
