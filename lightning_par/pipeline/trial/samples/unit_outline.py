@@ -34,21 +34,22 @@ class _UnclearError(Exception):
 class UnitOutline:
     """Of one call of a unit; equal ones differ in nothing that its code could go by, but for its weights' values.
 
-    Whole numbers among the attributes of modules, as their places are, stand apart.
+    What it is given, and whole numbers among the attributes of modules, as their places are, stand apart.
 
     Args:
         module: the unit.
         given: its arguments.
 
     Attributes:
-        words: to be compared; None where nothing counts as like it.
-        numbers: the whole numbers that modules hold, in order.
+        words: of the unit, to be compared; None where nothing counts as like it.
+        places: of what it is given, and the whole numbers that its modules hold, in order.
 
     Example::
 
         x = torch.ones(2, 4)
         a, b = UnitOutline(nn.Linear(4, 4), x), UnitOutline(nn.Linear(4, 4), x)
         assert a.words != b.words  # weights that are no fakes are compared by value
+        assert a.places == b.places
     """
 
     def __init__(self, module: nn.Module, given: Any) -> None:
@@ -61,8 +62,9 @@ class UnitOutline:
         try:
             with no_modes():
                 self._add(module)
+                words, self._words = self._words, []
                 self._add(given)
-            self.words, self.numbers = tuple(self._words), tuple(self._numbers)
+            self.words, self.places = tuple(words), (tuple(self._words), *self._numbers)
         except (_UnclearError, RecursionError):
             pass
 

@@ -69,7 +69,7 @@ def acts_plainly(
     _refuse_samples(path, lead, after, left)
     lone = bool(left) or run.draws.owned or run.values_read > reads or outline.words is None
     like = None if lone else (outline.words, viewed.outline, bool(drawn))
-    known = None if like is None else run.tried.find(like, outline.numbers)
+    known = None if like is None else run.tried.find(like, outline.places)
     if known is not None:
         plain, run.draws.parts = known
         run.draws.drawn = drawn
@@ -82,7 +82,7 @@ def acts_plainly(
         after.restore()
         run.draws.drawn, run.mixing = drawn, None
     if like is not None and run.values_read == reads:
-        run.tried.keep(like, outline.numbers, (plain, run.draws.parts))
+        run.tried.keep(like, outline.places, (plain, run.draws.parts))
     return result, plain
 
 

@@ -143,7 +143,8 @@ def test_what_a_unit_is_given_tells_it_from_others() -> None:
     unit, x = Layer(), torch.ones(2, 4)
 
     def words(*given: Any) -> Any:
-        return UnitOutline(unit, given).words
+        outline = UnitOutline(unit, given)
+        return outline.words, outline.places
 
     same = words(x, 1, {"mask": None})
     assert same == words(torch.ones(2, 4), 1, {"mask": None}) != words(x, 2, {"mask": None})
@@ -159,7 +160,7 @@ def test_objects_that_have_no_dict_are_told_apart() -> None:
     unit = Layer()
 
     def words(x: Any) -> Any:
-        return UnitOutline(unit, x).words
+        return UnitOutline(unit, x).places
 
     assert words(deque([1, 2])) == words(deque([1, 2])) != words(deque([1, 3]))
     assert words(deque([1, 2])) != words(deque([1, 2], maxlen=2))
