@@ -37,7 +37,7 @@ def step_flops(recording: Recording) -> int | None:
     """
     if recording.stopped is not None:
         return None
-    reached = _reached(loss_in(recording.result))
+    reached = nodes_behind(loss_in(recording.result))
     known: dict[str, int] = {}
     total = 0
     for event in recording.events:
@@ -82,7 +82,7 @@ def _outline(x: Any) -> Any:
     return (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
 
 
-def _reached(loss: Tensor | None) -> set[Any] | None:
+def nodes_behind(loss: Tensor | None) -> set[Any] | None:
     """The nodes of the graph that a backward from ``loss`` runs; None where the step does not say from where."""
     if loss is None or loss.grad_fn is None:
         return None

@@ -26,6 +26,7 @@ from lightning_par.pipeline.effects.random_draws import stand_at, standing
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
 from lightning_par.pipeline.trial.untraced import untraced
 from lightning_par.private.fake_tensors import FakeTensorMode
+from lightning_par.private.graph import Accumulation, function_of
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.run_state import RunState
@@ -33,6 +34,7 @@ from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.strategies.host_memory import free_on
 from lightning_par.trial.module_copy import stand_in
 from lightning_par.trial.step import Step, loss_in
+from lightning_par.trial.step_flops import nodes_behind
 from lightning_par.trial.trial_run import quiet
 
 _SHARE = 0.25  # of free memory that one rank may take for a run of the whole model
@@ -106,9 +108,21 @@ def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:
     loss = loss_in(getattr(copy, step.name)(map_tensors(cloned, step.batch), *step.rest))
     if loss is None or not loss.requires_grad:
         return None
-    with silent(step.module):  # which hooks may hold, in place of the copy
-        loss.backward()
-    return frozenset(name for name, p in copy.named_parameters() if p.grad is not None)
+    leaves = _reached_by_torchs_own(loss)
+    if leaves is None:
+        with silent(step.module):  # which hooks may hold, in place of the copy
+            loss.backward()
+        return frozenset(name for name, p in copy.named_parameters() if p.grad is not None)
+    return frozenset(name for name, p in copy.named_parameters() if id(p) in leaves)
+
+
+def _reached_by_torchs_own(loss: Tensor) -> frozenset[int] | None:
+    """The ids of the leaves that the backward of ``loss`` adds a gradient to; None where a `torch.autograd.Function` is
+    on the way, as a module's backward hook is, which may give none. Torch's own nodes give one to all behind them."""
+    nodes = nodes_behind(loss) or ()
+    if any(function_of(type(node)) is not None for node in nodes):
+        return None
+    return frozenset(id(node.variable) for node in nodes if type(node) is Accumulation)
 
 
 def _plain_copy(step: Step, tensor: Callable[[Tensor], Tensor], state: Callable[[Tensor], Tensor]) -> Any:

@@ -103,3 +103,32 @@ def test_what_gets_gradients_is_told_beside_metrics_that_look_at_values(use: str
     step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
     found = expected_gradients.expected_gradients(step)
     assert found == (None if use == "in the loss" else {"a.weight", "a.bias", "b.weight", "b.bias"})
+
+
+class _Keeps(torch.autograd.Function):
+    """Gives its first argument alone a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class Drops(Base):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.c, self.own = nn.Linear(C, C), own
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = self(batch[0]), self.c(batch[0])
+        return (_Keeps.apply(x, y) if self.own else x + y).square().mean()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_function_of_the_users_gives_no_gradient_gets_none(own: bool) -> None:
+    step = Step(Drops(own), "training_step", [torch.randn(4, C)], (0,), nullcontext, True, torch.device("cpu"))
+    left = set() if own else {"c.weight", "c.bias"}
+    assert expected_gradients.expected_gradients(step) == {"a.weight", "a.bias", "b.weight", "b.bias"} | left
