@@ -80,8 +80,11 @@ def go_on_after_batch(trainer: Any) -> None:
     """
     loop = trainer.fit_loop.epoch_loop
     if loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        begin_evaluation(loop.val_loop.batch_progress, loop.val_loop.batch_progress.total.completed)
+        counts = loop.val_loop.batch_progress
+        total = counts.total.state_dict()
+        begin_evaluation(counts, counts.total.completed)
         loop.update_restart_stage()
+        counts.total.load_state_dict(total)  # a first batch that was only begun is one too many
         return
     if not loop._should_accumulate():
         loop._batches_that_stepped += 1

@@ -250,7 +250,7 @@ def test_what_follows_a_batch_is_done_by_a_restored_loop(namespace: Namespace, t
             torch.save(checkpoint, tmp_path / "last.ckpt")
 
         def on_validation_end(self) -> None:
-            self.did.append("validated")
+            self.did.append(f"validated {self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total}")
 
         def on_train_epoch_start(self) -> None:
             self.did.append(f"epoch {self.current_epoch}")
