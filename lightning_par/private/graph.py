@@ -19,7 +19,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-Accumulation: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+Accumulation: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """The kind of nodes at the ends of a graph, which add to the gradient of a leaf, their ``variable``. No public function
 says which leaves a backward will reach."""
 
