@@ -27,11 +27,11 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import storage_of
 from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark_parameter, set_data
-from lightning_par.sharded import aliases, parameter_hooks
+from lightning_par.sharded import aliases
+from lightning_par.sharded.local_autograd import LocalAutograd
 from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.user_classes import KeepsClass, of_users_class, put_on, users_class
-from lightning_par.sharded.who_reads import is_inner
 
 _dispatch: Callable[..., Any] | None = None
 
@@ -50,7 +50,7 @@ class OutOfSightError(TypeError):
     """A sharded tensor went where no rule, and no gather, can be put before what is done with it."""
 
 
-class ShardedTensor(KeepsClass, torch.Tensor):
+class ShardedTensor(KeepsClass, LocalAutograd):
     """A tensor of which every rank along ``axis`` holds the ``positions`` of dim ``dim``.
 
     Args:
@@ -187,64 +187,6 @@ class ShardedTensor(KeepsClass, torch.Tensor):
             "tensors, or make it whole first: `x = x.full_tensor() if hasattr(x, 'full_tensor') else x`."
         )
 
-    # What autograd and nn.Module read of a tensor is read of the local one.
-
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._local.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self._local.requires_grad = value
-        note_part(self._local, self._axis)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:  # type: ignore[override]
-        self.requires_grad = requires_grad
-        return self
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        lender = vars(self).get("_lender")  # shows user code the gradients of a pipeline's other stages
-        if lender is not None:
-            return lender.read(self, sys._getframe(1))  # type: ignore[no-any-return]
-        self.look_at_gradient(sys._getframe(1))
-        return self.own_grad()
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        lender = vars(self).get("_lender")
-        if lender is not None:
-            lender.write(self, value, sys._getframe(1))
-            return
-        self.look_at_gradient(sys._getframe(1))
-        self.set_own_grad(value)
-
-    def look_at_gradient(self, frame: types.FrameType) -> None:
-        """The code of ``frame`` is about to read or set the gradient."""
-        state = RunState.current
-        if state.looked_at is not None and not is_inner(frame):
-            state.looked_at(self._local)
-
-    def own_grad(self) -> Tensor | None:
-        """The gradient, of which this rank holds a part."""
-        grad = self._local.grad
-        if grad is None:
-            return None
-        found = self.with_local(grad)
-        if self._name and RunState.current.names.on:
-            found._name = f"the gradient of {self._name}"
-        return found
-
-    def set_own_grad(self, value: Tensor | None) -> None:
-        """Let ``value`` be the gradient, here and on the other ranks along the axis."""
-        if value is None:
-            self._local.grad = None
-            return
-        with DisableTorchFunction():
-            self._local.grad, shares = self._own_part(value)
-        if not shares:
-            aliases.link(self.with_local(self._local.grad), value)
-
     def _own_part(self, value: Tensor) -> tuple[Tensor, bool]:
         """The part of ``value`` in memory that is sharded as it is; whether that is its own."""
         part = self.part_of(value).detach()
@@ -271,45 +213,6 @@ class ShardedTensor(KeepsClass, torch.Tensor):
     def own_data(self) -> ShardedTensor:
         """What ``data`` is, told to nobody."""
         return self.with_local(self._local.data)
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        return self._local.grad_fn
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._local.is_leaf
-
-    @property
-    def retains_grad(self) -> bool:  # type: ignore[override]
-        return self._local.retains_grad
-
-    def retain_grad(self) -> None:
-        note_part(self._local, self._axis)
-        self._local.retain_grad()
-
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As `torch.Tensor.register_hook`; the hook meets a sharded gradient."""
-        stored = vars(self).get("_stored_weight")
-        if stored is not None:  # see `lightning_par.sharded.patches.gradient_hooks`
-            return stored.register_hook(hook)
-        if self._local.is_leaf and self._local.requires_grad:
-            return parameter_hooks.register(self, hook)
-
-        def local_hook(grad: Tensor) -> Tensor | None:
-            result = hook(self.with_local(grad))
-            return None if result is None else self.part_of(result)
-
-        note_part(self._local, self._axis)
-        return self._local.register_hook(local_hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        stored = vars(self).get("_stored_weight")
-        if stored is not None:
-            return stored.register_post_accumulate_grad_hook(hook)
-        if self._local.is_leaf and self._local.requires_grad:
-            return parameter_hooks.register(self, hook, after=True)
-        return self._local.register_post_accumulate_grad_hook(hook)  # which says why it can't
 
     def part_of(self, value: Tensor) -> Tensor:
         """This rank's part of ``value``, sharded as this tensor is; ``value`` is replicated or sharded alike."""
