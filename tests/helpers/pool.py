@@ -254,6 +254,7 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def serve_forks(commands: socket.socket) -> None:
     """A template's loop: fork workers until the test run goes away."""
+    gc.disable()  # what is imported stays
     importlib.import_module("torch").set_num_threads(1)
     for name in _IMPORTED:
         importlib.import_module(name)
@@ -263,8 +264,10 @@ def serve_forks(commands: socket.socket) -> None:
         if command == "fork":
             with contextlib.suppress(Exception):  # the worker says so where it matters
                 importlib.import_module(argument)
+            gc.freeze()  # a worker that looked it through would copy all pages of it
             pid = os.fork()
             if pid == 0:
+                gc.enable()
                 commands.close()
                 return _become_worker(*descriptors)
             for descriptor in descriptors:
