@@ -7,7 +7,6 @@ import os
 import random
 import sys
 
-gc.disable()  # until tests are collected: what is imported stays
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks of a test share few cores
 # torch's store asks for the name of each client's address, and waits 5 s where a name server drops that question.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -26,6 +25,11 @@ from tests.helpers.pool import Pool
 torch.set_num_threads(1)
 
 pytest_plugins = ["pytester", "tests.helpers.slow", "tests.gpu_rules.plugin"]
+
+
+def pytest_collection() -> None:
+    """What is made meanwhile stays."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -197,6 +197,15 @@ class Pool:
             raise RanksFailedError(reports)
         return [results[rank] for rank in range(world_size)]
 
+    def run_apart(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of ``function(*args)`` in a process in which nothing else has run or will run."""
+        apart = Pool(self.program)
+        apart.template = self.template = self.template or _Template(self.program)
+        try:
+            return apart.run(1, function, *args)[0]
+        finally:
+            apart.restart()
+
     def restart(self) -> None:
         """End every worker; the next run starts fresh ones."""
         for worker in self.workers:
