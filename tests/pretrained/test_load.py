@@ -160,7 +160,7 @@ def check(pool: Pool, case: str, layout: str, folder: Path, kind: str, stored: s
 EXACT = ("hf_gpt2", "hf_bert", "hf_vit", "hf_whisper")  # the norms of others compute in float32
 
 
-@slow(but=["hf_llama-tp2", "hf_qwen3-fsdp2"])
+@slow(but=["hf_llama-tp2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_pretrained_model_starts_and_trains_as_on_one_device(
