@@ -74,12 +74,12 @@ class _Template:
     @classmethod
     def of(cls, program: Sequence[str]) -> _Template:
         """The one that runs ``program``, to be given up once by each who asks for it."""
-        found = cls.running[*program,] = cls.running.get((*program,)) or cls(program)
+        found = cls.running[tuple(program)] = cls.running.get(tuple(program)) or cls(program)
         found.users += 1
         return found
 
     def __init__(self, program: Sequence[str]) -> None:
-        self.program, self.users = (*program,), 0
+        self.program, self.users = tuple(program), 0
         self.socket, theirs = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if k not in _rank_variables(0, 1, 0)}
         env.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
