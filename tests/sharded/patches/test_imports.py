@@ -18,6 +18,7 @@ import pytest
 
 import lightning_par
 from tests.helpers.globals_of_torch import attributes, differences
+from tests.helpers.sources import trees_in
 
 _AUTOLOAD = """
 import json, os, sys
@@ -130,7 +131,7 @@ def test_torch_loads_no_more_of_this_than_the_names_of_strategies() -> None:
 def forks() -> Any:
     files = sorted(_FOLDER.rglob("[a-z]*.py"))
     ours = [".".join(("lightning_par", *path.relative_to(_FOLDER).with_suffix("").parts)) for path in files]
-    found = dict.fromkeys(name for path in files for name in _imports(ast.parse(path.read_text()).body))
+    found = dict.fromkeys(name for path in files for name in _imports(trees_in(_FOLDER)[path].body))
     others = [name for name in found if name.partition(".")[0] not in ("", "lightning_par")]
     assert {"torch", "torch.nn.functional", "lightning_utilities.core.apply_func"} <= {*others}
     return _run(_FORKS, [others, ours])
