@@ -277,6 +277,10 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 def serve_forks(commands: socket.socket) -> None:
     """A template's loop: fork workers until the test run goes away."""
     gc.disable()  # what is imported stays
+    if hasattr(os, "SCHED_BATCH"):
+        # Who wakes another goes on. Else gloo's thread of a rank on this core asks in vain, again and again, for the
+        # lock that the rank held as it was pushed aside: a seventh of the time of all tests.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     importlib.import_module("torch").set_num_threads(1)
     for name in _IMPORTED:
         importlib.import_module(name)
