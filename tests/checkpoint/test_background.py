@@ -138,7 +138,7 @@ def _fails(layout: str, folder: Path, how: Any, rank: int) -> list[str]:
     return messages
 
 
-@slow("async-3-1", "True-2-0")
+@slow("async-3-1", "True-2-0", "True-2-1")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("how", "steps"), [(True, "2"), ("async", "3")])
 def test_a_rank_that_can_not_write_is_heard_by_all(how: Any, steps: str, rank: int, pool: Pool, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_what_is_not_known_of_a_checkpoint_is_said(kind: type[Base]) -> None:
     _nothing_is_left()
 
 
-@slow(but=["ByHand-data", "Logs-fsdp"])
+@slow(but=["ByHand-data"])
 @pytest.mark.parametrize("layout", ["data", "tensor", "fsdp"])
 @pytest.mark.parametrize("kind", [ByHand, Logs, Hooks], ids=lambda kind: kind.__name__)
 def test_it_runs(kind: type[Base], layout: str) -> None:

@@ -185,8 +185,6 @@ def _of_one_device(row: Row) -> dict[str, Any]:
 
 @slow(
     but=[
-        "causal_conv-sp2",
-        "contrastive-pp2-auto",
         "gan-tp2",
         "gpt-dp2",
         "gpt_tied-sp2",

@@ -138,7 +138,7 @@ def test_fits_in_turn_are_each_one_devices(
     _compare(pool.run(2, _in_turn, LAYOUTS[first], LAYOUTS[second], tmp_path), alone["in turn"])
 
 
-@slow(but=["on_train_batch_end-shard_residual-tensor", "on_after_backward-pipeline-fsdp"])
+@slow(but=["on_after_backward-pipeline-fsdp"])
 @pytest.mark.parametrize(("hook", "first", "second"), WITHIN)
 def test_a_fit_within_a_hook_of_another_is_one_devices(
     pool: Pool, alone: dict[str, list[Any]], hook: str, first: str, second: str

@@ -134,7 +134,7 @@ def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> N
     assert [note.split(": ")[0] for note in found.notes] == ["not known"] * (kind is Shared)
 
 
-@slow("Untoggled", "Frozen", "Shared")
+@slow("Untoggled", "Frozen", "Shared", "Direct")
 @pytest.mark.parametrize("kind", [Toggled, Untoggled, Frozen, Shared, Odd, Direct])
 def test_replicas_average_in_each_backward_what_requires_a_gradient_then(kind: type[Toggled], pool: Pool) -> None:
     real = pool.run(2, counted, kind, DATA)

@@ -122,7 +122,7 @@ def test_sharded_draws_do_not_move_the_shared_generator(pool: Pool) -> None:
         assert torch.equal(mine[0], theirs[0])
 
 
-@slow("True", "False")
+@slow("True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_draws_the_forwards_masks_again(pool: Pool, reentrant: bool) -> None:
     """Losses and gradients as without a checkpoint, from the same seed."""

@@ -107,7 +107,7 @@ def count(mlp: str, clip: float | None = None, shard_residual: bool = False) -> 
     return books.moved, books.held, books.states, books.plan
 
 
-@slow("swiglu", "gelu")
+@slow("swiglu")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_four_all_reduces_a_layer_and_their_bytes(pool: Pool, mlp: str) -> None:
     moved = pool.run(2, count, mlp)[0][0]

@@ -107,7 +107,7 @@ def found(kind: str) -> tuple[list[int], list[bool]]:
     return counts, watching.seen
 
 
-@slow("accumulated")
+@slow("accumulated", "kept")
 @pytest.mark.parametrize("kind", ["plain", "watched", "kept", "accumulated"])
 def test_old_gradients_make_room_where_nobody_looks_at_them(pool: Pool, kind: str) -> None:
     for counts, seen in pool.run(2, found, kind):
