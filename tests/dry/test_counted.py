@@ -19,7 +19,6 @@ from tests.planner.test_counted import CLIPPED, IMPOSSIBLE
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
     "gpt-tensor",
-    "mlp_deep-fsdp",
     "gpt-ring",
     "mlp_deep-1f1b",
 ]

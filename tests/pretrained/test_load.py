@@ -265,7 +265,7 @@ def _first_weights(name: str, folder: Path, layout: dict[str, Any] | None) -> An
     return fit(module, "hf_llama", layout, limit_train_batches=0)[:2]
 
 
-@slow(but=["tp2-*"])
+@slow(but=["tp2-resized", "tp2-with_a_head", "tp2-mapped"])
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
 def test_what_else_users_do_to_load(pool: Pool, layout: str, name: str, tmp_path: Path) -> None:

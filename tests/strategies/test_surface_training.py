@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@slow(but=["check val every n", "deterministic", "fast dev run"])
+@slow(but=["deterministic", "fast dev run"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_of_the_trainer(pool: Pool, option: str) -> None:
     check(pool, _options, **OPTIONS[option])
