@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from typing import Any
 
 import pytest
 
-from tests.helpers.longest import longest_first
+from tests.helpers.longest import FilesOfAKind, longest_first
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks of a test share few cores
 # torch's store asks for the name of each client's address, and waits 5 s where a name server drops that question.
@@ -20,6 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         gc.disable()  # until all is imported and collected, which stays
         config.pluginmanager.import_plugin("tests.helpers.fixtures")  # who only hands out tests needs no torch
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return FilesOfAKind(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
