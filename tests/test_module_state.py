@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lightning_par
+from tests.helpers.sources import trees_in
 
 ROOT = Path(lightning_par.__file__).parent
 
@@ -85,7 +86,7 @@ class Sources:
     """The modules of the package, by path."""
 
     def __init__(self, root: Path) -> None:
-        self.trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+        self.trees = {str(path.relative_to(root)): tree for path, tree in trees_in(root).items()}
         self.held = {path: dict(assigned(tree.body)) for path, tree in self.trees.items()}
         self.classes: dict[str, tuple[str, ast.ClassDef]] = {}
         for path, tree in self.trees.items():

@@ -69,7 +69,7 @@ def _shown(name: str, world: int, deferred: bool) -> Any:
     return shown if trainer.is_global_zero else []
 
 
-@slow(but=["tensor-made", "pipeline-deferred"])
+@slow(but=["pipeline-deferred"])
 @pytest.mark.parametrize("deferred", [False, True], ids=["made", "deferred"])
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "pytorch_lightning"])
 def test_a_summary_is_one_devices(pool: Pool, name: str, deferred: bool) -> None:

@@ -176,7 +176,7 @@ def _check_clock(trace: Trace) -> int:
     return seen
 
 
-@slow("data", "sequence", "placement", "pipeline-tensor", "tensor-data")
+@slow("data", "sequence", "placement", "pipeline-tensor", "tensor-data", "tensor")
 @pytest.mark.parametrize(
     "name", ["tensor", "pipeline", "fsdp", "data", "sequence", "placement", "pipeline-tensor", "tensor-data"]
 )

@@ -83,7 +83,7 @@ def _fit(
     return said, trainer.global_step, messages
 
 
-@slow(but=["dp2", "sp2"])
+@slow(but=["dp2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_copies_are_left_in_peace_and_cost_one_message_of_eight_bytes_a_parameter(
     pool: Pool, layout: str

@@ -25,6 +25,7 @@ from lightning_par.pipeline.run import messages
 from lightning_par.pipeline.simulate import Span, bubble, predicted_bubble, replay, simulate
 from lightning_par.private.process_groups import default_store
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 MICROBATCHES = 4
 
@@ -125,6 +126,7 @@ def _fit(path: str, schedule: str, step: int = 1, devices: int = 2) -> tuple[tup
     return trace.spans, [str(w.message) for w in caught if "ScheduleTrace" in str(w.message)], lines
 
 
+@slow("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_recorded_step_is_its_schedule_and_is_drawn(pool: Pool, tmp_path: Path, schedule: str) -> None:
     path = tmp_path / "schedule.svg"
@@ -148,6 +150,7 @@ def test_a_recorded_step_is_its_schedule_and_is_drawn(pool: Pool, tmp_path: Path
     assert f"bubble {100 * bubble(spans, 2):.1f} %" in text
 
 
+@slow("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_waiting_is_no_part_of_an_action(pool: Pool, tmp_path: Path, schedule: str) -> None:
     spans, _ = pool.run(2, _fit_by_clock, str(tmp_path / "schedule.svg"), schedule)

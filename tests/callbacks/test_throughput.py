@@ -64,7 +64,7 @@ def _check(rows: list[dict[str, float]], world: int, replicas: int, batches: lis
         assert row["throughput/mfu"] * seconds * world * PEAK == pytest.approx(amounts["flops"])
 
 
-@slow(but=["one", "tensor", "pytorch_lightning"])
+@slow(but=["one", "tensor"])
 @pytest.mark.parametrize("name", ["one", *STRATEGIES])
 def test_each_batch_counts_once(pool: Pool, name: str) -> None:
     world = 1 if name == "one" else 4 if "-" in name else 2

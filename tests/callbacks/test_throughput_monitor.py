@@ -77,7 +77,7 @@ def _check(told: list[Any], world: int, replicas: int, accumulate: int = 1) -> N
         assert row[f"{stage}/device/mfu"] == pytest.approx(row[f"{stage}/device/flops_per_sec"] / PEAK)
 
 
-@slow(but=["tensor", "pytorch_lightning"])
+@slow(but=["tensor"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_rates_are_those_of_a_count_by_hand(pool: Pool, name: str) -> None:
     world = 4 if "-" in name else 2

@@ -58,7 +58,7 @@ def _async(layout: str, folder: Path) -> tuple[list[Any], bool]:
         return slow.seen, (folder / "a.ckpt").exists()
 
 
-@slow("pp2")
+@slow("pp2", "sp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2"])
 def test_what_is_saved_is_the_state_of_the_call_though_training_goes_on(
     layout: str, pool: Pool, tmp_path: Path
@@ -138,6 +138,7 @@ def _fails(layout: str, folder: Path, how: Any, rank: int) -> list[str]:
     return messages
 
 
+@slow("async-3-1", "True-2-0", "True-2-1")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("how", "steps"), [(True, "2"), ("async", "3")])
 def test_a_rank_that_can_not_write_is_heard_by_all(how: Any, steps: str, rank: int, pool: Pool, tmp_path: Path) -> None:

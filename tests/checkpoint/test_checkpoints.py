@@ -276,7 +276,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@slow("tp4-*", "*-edits")
+@slow("tp4-*", "*-edits", "dp2-tp2-many_ranks", "dp2-tp2-model")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "dp2-tp2"])
 def test_the_file_is_the_one_that_one_device_writes(layout: str, kind: str, saved: Any) -> None:
@@ -296,7 +296,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@slow(but=["one-tp2-edits-False", "one-tp2-model-True", "tp2-one-model-False"])
+@slow(but=["one-tp2-edits-False", "tp2-one-model-False"])
 @pytest.mark.parametrize(
     ("writer", "reader", "kind", "mixed"),
     [
@@ -460,7 +460,7 @@ def _plugin(name: str, path: Path) -> str:
     return used
 
 
-@slow("async")
+@slow("async", "own")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_checkpoint_plugin_of_the_users_is_used(name: str, pool: Pool, tmp_path: Path, saved: Any) -> None:
     inner = pool.run(2, _plugin, name, tmp_path / "a.ckpt")

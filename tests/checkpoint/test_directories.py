@@ -215,6 +215,7 @@ def _weights_only(layout: str, folder: Path, weights_only: bool | None) -> str:
     return "loaded"
 
 
+@slow("None-refused")
 @pytest.mark.parametrize(("weights_only", "outcome"), [(None, "refused"), (False, "loaded")])
 def test_weights_only_is_honoured(weights_only: bool | None, outcome: str, pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, _weights_only, "tp2", tmp_path, weights_only) == [outcome] * 2

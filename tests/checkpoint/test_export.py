@@ -106,7 +106,7 @@ def test_of_a_file_it_is_what_save_pretrained_writes(name: str, dtype: Any, size
     assert all(torch.equal(x, loaded[key]) for key, x in model.state_dict().items())
 
 
-@slow(but=["llama-pp2-whole", "mixtral-tp2"])
+@slow(but=["llama-pp2-whole"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2-whole"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_of_a_directory_it_is_what_save_pretrained_writes(name: str, layout: str, pool: Pool, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, prose
 from tests.helpers.pool import Pool
+from tests.helpers.sources import trees_in
 
 ALL = [block for page in PAGES for block in blocks(page)]
 RUN = [block for block in ALL if block.mark == "run"]
@@ -79,7 +80,7 @@ def test_the_readme_is_read_in_two_minutes() -> None:
 @lru_cache
 def _texts() -> tuple[str, ...]:
     """The string literals of the sources but for docstrings, ``…`` for what is put into them."""
-    nodes = [node for path in (ROOT / "lightning_par").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for tree in trees_in(ROOT / "lightning_par").values() for node in ast.walk(tree)]
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         _text(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docstrings

@@ -88,6 +88,7 @@ def test_a_batch_norm_that_is_not_trained_may_be_cut_in_microbatches() -> None:
     _nothing_is_left()
 
 
+@slow("data")
 @pytest.mark.parametrize("layout", ["data", "tensor"])
 def test_what_wants_values_and_makes_the_same_shapes_of_all_runs(layout: str) -> None:
     found = dry_run(Measured, BATCH, LAYOUTS[layout], devices=2)
@@ -174,7 +175,7 @@ class Draws(Base):
         return self.b(self.drop(torch.relu(self.a(batch)))).square().mean()
 
 
-@slow(but=["tensor", "pipeline"])
+@slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_draws_may_be_those_of_one_device(layout: str) -> None:
     for rank in range(2):
@@ -213,7 +214,7 @@ def test_what_is_not_known_of_a_checkpoint_is_said(kind: type[Base]) -> None:
     _nothing_is_left()
 
 
-@slow(but=["ByHand-data", "Logs-fsdp", "Hooks-tensor"])
+@slow(but=["ByHand-data"])
 @pytest.mark.parametrize("layout", ["data", "tensor", "fsdp"])
 @pytest.mark.parametrize("kind", [ByHand, Logs, Hooks], ids=lambda kind: kind.__name__)
 def test_it_runs(kind: type[Base], layout: str) -> None:
@@ -231,7 +232,7 @@ def test_one_that_stops_the_run_is_refused() -> None:
     _nothing_is_left()
 
 
-@slow(but=["tensor-numpy", "pipeline-numpy", "pipeline-bool"])
+@slow(but=["pipeline-bool"])
 @pytest.mark.parametrize("how", READS)
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_one_that_reads_what_weights_made_is_refused_by_its_line(layout: str, how: str) -> None:

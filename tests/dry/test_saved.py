@@ -176,7 +176,7 @@ def _in_file(path: Path) -> int:
     return sum(found.values())
 
 
-@slow(but=["gpt-tensor", "odd-fsdp x pipeline", "layers-placement", "configured-pipeline"])
+@slow(but=["odd-fsdp x pipeline", "layers-placement"])
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -129,7 +129,7 @@ def _train(kind: type[Layer], precision: Any, blocks: bool, **options: Any) -> t
     return model.state_dict(), model.moved
 
 
-@slow("Clamps", "Teaches")
+@slow("Clamps", "Teaches", "Checks", "Layer")
 @pytest.mark.parametrize("kind", [Layer, Clamps, Checks, Teaches, Apart])
 def test_results_are_those_of_weights_that_travel_one_by_one(pool: Pool, kind: type[Layer]) -> None:
     expected = pool.run(2, _train, kind, "bf16-mixed", False)

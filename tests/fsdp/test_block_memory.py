@@ -100,7 +100,7 @@ def _peaks(blocks: int, precision: Any) -> tuple[float, float]:
     return model.forward_peak / model.block, model.live.peak / model.block - blocks / 2
 
 
-@slow("32-true-8", "bf16-mixed-4")
+@slow("32-true-8", "bf16-mixed-4", "bf16-mixed-8")
 @pytest.mark.parametrize("blocks", [4, 8])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_block_in_use_is_whole_and_the_next_one_and_one_sum_is_on_its_way(

@@ -244,7 +244,23 @@ CASES = [
 ]
 
 
-@slow("KeepsViews-*", "KeepsDetached-*", "WritesToView-", "ChecksInside-", "Layer-twice", "Layer-frozen", "SparesSome-")
+@slow(
+    "KeepsViews-*",
+    "KeepsDetached-*",
+    "WritesToView-",
+    "ChecksInside-",
+    "Layer-twice",
+    "Layer-frozen",
+    "SparesSome-",
+    "KeepsInList-",
+    "KeepsWholeAndView-",
+    "Layer-keeps its graph",
+    "WritesUnderNoGrad-",
+    "Layer-penalty",
+    "Escapes-",
+    "Layer-two backwards",
+    "Layer-checkpointed",
+)
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_blocks_code_meets_its_weights_as_on_one_device(pool: Pool, kind: type[Layer], how: str) -> None:
     ((expected, _, without, _),) = pool.run(1, _run, kind, how, 1)

@@ -79,13 +79,7 @@ def _train(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **option
     )  # fmt: skip
 
 
-@slow(
-    but=[
-        "gpt_checkpointed-data=2-data=fsdp",
-        "mlp_functional-data=2-data=fsdp",
-        "mlp_odd-data=4-data=fsdp-clip=0.001-clip_algorithm=value",
-    ]
-)
+@slow(but=["gpt_checkpointed-data=2-data=fsdp", "mlp_functional-data=2-data=fsdp"])
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_storing_parts_never_changes_results(
     row: Any, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
@@ -386,7 +380,7 @@ def _trained(layout: dict[str, Any] | None, kind: type[Layers]) -> Any:
     return [p.detach().clone() for p in module.parameters()]
 
 
-@slow("Averages-tensor", "LooksAgain-fsdp")
+@slow("Averages-tensor", "LooksAgain-fsdp", "LooksAgain-tensor")
 @pytest.mark.parametrize(
     "beside", [{"data_parallel": "fsdp", "data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor"]
 )
@@ -455,6 +449,7 @@ def test_weights_in_parts_of_another_stage_are_read_between_steps(pool: Pool) ->
         torch.testing.assert_close(found, one, rtol=1e-9, atol=0)
 
 
+@slow("SetsToKept-*")
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

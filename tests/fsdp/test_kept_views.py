@@ -413,10 +413,8 @@ def _name(x: Any) -> str:
 
 
 QUICK = [
-    *("Model-Layer-", "UserWritesData-Layer-keep", "UserAssignsData-Layer-", "UserWrites-InEvaluation-"),
-    *("Writes-Numpy-keep", "WritesBetweenCalls-Layer-", "WritesToOne-OfTwoSteps-", "GraphOfAView-Layer-"),
-    *("WritesBeforeBackward-OfData-keep", "TwoBackwardsBeforeTheStep-Whole-keep"),
-    "EvaluatesInInferenceMode-WritesInEvaluation-",
+    *("UserWritesData-Layer-keep", "WritesBetweenCalls-Layer-", "WritesToOne-OfTwoSteps-", "GraphOfAView-Layer-"),
+    *("TwoBackwardsBeforeTheStep-Whole-keep", "EvaluatesInInferenceMode-WritesInEvaluation-"),
 ]  # fmt: skip
 
 

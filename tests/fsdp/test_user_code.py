@@ -328,7 +328,7 @@ CASES = [
     *((model, Layer) for model in (StepsInBackward, GradientsOfWeights, BetweenSteps, Averages, GoesBack)),
     *((WritesViews, KeepsMany), (Tied, KeepsMany), (Catches, Fails)),
 ]
-QUICK = ["TwoOptimizers-Keeps-", "Model-ReadsGradient-", "WithAndWithoutGraph-Layer-keep", "GradientsOfWeights-Layer-"]
+QUICK = ["WithAndWithoutGraph-Layer-keep", "GradientsOfWeights-Layer-"]
 
 
 def _name(x: Any) -> str:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 EXPERTS = 4
 
@@ -81,6 +82,7 @@ def _train(kind: str, ranks: int, options: dict[str, Any]) -> tuple[list[float],
     return model.losses, model.state_dict()
 
 
+@slow("module inside")
 @pytest.mark.parametrize("kind", ["trained", "frozen", "module inside"])
 def test_weights_that_each_replica_uses_as_often_as_its_values_say(pool: Pool, kind: str) -> None:
     (losses, expected), *_ = pool.run(1, _train, kind, 1, {})

@@ -1,4 +1,4 @@
-"""Imported before Lightning, gives CPU processes the strict group."""
+"""Imported, gives a CPU process the strict group."""
 
 from tests.gpu_rules.install import install_for_cpu
 

@@ -36,14 +36,16 @@ class StrictPool(Pool):
     """
 
     def __init__(self, device: Device = "cuda", rules: Rules | None = None) -> None:
-        super().__init__(("tests.gpu_rules.template", device))
+        # What stands in for a GPU must be there before torch is; the group for a CPU comes with the first job.
+        super().__init__(*[("tests.gpu_rules.template", device)] * (device != "cpu"))
+        self.device = device
         self.rules = rules or Rules()
         self.reports: list[Report] = []
         self._broken: list[str] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         own = {name: kwargs.pop(name) for name in ("timeout", "grace", "until") if name in kwargs}
-        job = function.__module__, function.__qualname__, args, kwargs
+        job = self.device, function.__module__, function.__qualname__, args, kwargs
         try:
             answers = super().run(world_size, _under, self.rules, *job, **own)
         except RanksFailedError:
@@ -82,8 +84,12 @@ def _on_host(result: Any) -> bytes:
     return file.getvalue()
 
 
-def _under(rules: Rules, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Report]:
+def _under(
+    rules: Rules, device: Device, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bytes, Report]:
     """A job of `StrictPool`, on a rank."""
+    if device == "cpu":
+        importlib.import_module("tests.gpu_rules.cpu")
     rules.to_environment()
     torch.cuda.is_available() and (torch.cuda.set_device(0), torch.cuda.manual_seed_all(0))
     made = report.begin()

@@ -1,4 +1,4 @@
-"""``python -m tests.gpu_rules.template cuda|cpu SOCKET``: a pool's template that has fakes, from before torch on."""
+"""``python -m tests.gpu_rules.template cuda|shared SOCKET``: a pool's template that has fakes, from before torch on."""
 
 import importlib
 import socket

@@ -22,10 +22,10 @@ def one_device(pool: StrictPool) -> Trained:
     return trained
 
 
-FAST = "tensor_residual-rank ring-rank ulysses-communicator fsdp-rank zbv-communicator placement-rank".split()
+FAST = "tensor_residual-rank ulysses-communicator fsdp-rank zbv-communicator placement-rank".split()
 
 
-@slow(but=[*FAST, "pipe_tensor-rank"])
+@slow(but=FAST)
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_keeps_the_rules(pool: StrictPool, one_device: Trained, layout: str, queue: Any) -> None:
@@ -35,7 +35,7 @@ def test_a_layout_keeps_the_rules(pool: StrictPool, one_device: Trained, layout:
     assert differences(one_device, trained[0]) <= 1e-9
 
 
-@slow(but=["tensor", "zbv"])
+@slow(but=["zbv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_host_waits_once_a_step(pool: StrictPool, layout: str) -> None:
     """Lightning itself reads a number of the device at each batch: whether rank 0 is to end."""

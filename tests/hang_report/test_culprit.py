@@ -10,6 +10,7 @@ import pytest
 
 from lightning_par.hang_report.culprit import Finding, find, in_circles
 from lightning_par.hang_report.rank_state import RankState, line_text, ranks_of, ranks_text
+from tests.helpers.slow import slow
 
 TENSOR, WORLD = ("tensor", (0, 1)), ("world", (0, 1, 2, 3))
 
@@ -152,6 +153,7 @@ def test_a_rank_that_stands_still_at_any_moment_is_named(seed: int) -> None:
         assert found(*states).culprits == (stuck,), (states, stuck)
 
 
+@slow("circle")
 @pytest.mark.parametrize("waits", [True, False], ids=["circle", "one sleeps"])
 def test_a_thousand_ranks_take_no_time(waits: bool) -> None:
     ranks = tuple(range(1024))

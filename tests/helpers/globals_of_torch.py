@@ -46,10 +46,10 @@ def attributes() -> dict[Key, Any]:
 
 def differences(before: dict[Key, Any], after: dict[Key, Any]) -> list[str]:
     """What has changed, gone or come, but for modules that were imported since, and what was not there yet."""
+    changed = [key for key, x in before.items() if x is not DATA and after.get(key) is not x]
     modules = {module for module, _, _ in before}
-    keys = sorted(key for key in before.keys() | after.keys() if key[0] in modules)
-    changed = [key for key in keys if before.get(key) is not after.get(key) and before.get(key) is not DATA]
-    return [".".join(filter(None, key)) for key in changed if key in before or after[key] is not DATA]
+    come = [key for key in after.keys() - before.keys() if after[key] is not DATA and key[0] in modules]
+    return [".".join(filter(None, key)) for key in sorted([*changed, *come])]
 
 
 def _add(found: dict[Key, Any], module: str, kind: str, held: Any) -> None:

@@ -80,7 +80,7 @@ PIPELINES = [
 ROWS = [*TENSORS, *PIPELINES, *SEQUENCES, ("gpt_drops", "sp2-tp2"), ("gpt_drops", "tp1"), ("encoder_drops", "sp2-tp2")]
 
 
-@slow(but=["gpt_drops-tp2", "gpt_drops-sp2-ring", "gpt_drops-pp2"])
+@slow(but=["gpt_drops-pp2"])
 @pytest.mark.parametrize(("case", "layout"), ROWS, ids=[f"{case}-{layout}" for case, layout in ROWS])
 def test_a_layout_draws_what_one_device_draws(case: str, layout: str, pool: Pool, tmp_path: Path) -> None:
     lines = compared(pool, case, LAYOUTS[layout], tmp_path)

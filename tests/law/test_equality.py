@@ -185,18 +185,13 @@ def _of_one_device(row: Row) -> dict[str, Any]:
 
 @slow(
     but=[
-        "causal_conv-sp2",
-        "contrastive-pp2-auto",
         "gan-tp2",
         "gpt-dp2",
         "gpt_tied-sp2",
-        "gqa_repeat-tp2",
         "hf_llama-tp2",
         "mlp_batch_norm-tp2",
-        "mlp_gradient_penalty-sp2",
         "mlp_gradient_penalty-tp2",
         "mlp_hooked-pp2",
-        "mlp_odd-tp2-clip=0.001-clip_algorithm=value",
     ]
 )
 @pytest.mark.parametrize("row", ROWS, ids=str)

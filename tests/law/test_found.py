@@ -191,7 +191,7 @@ def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None
     assert _wrong(pool, list(STRANGE), LAYOUTS[layout])[0] == {}
 
 
-@slow("residual", "fsdp x sequence")
+@slow("residual", "fsdp x sequence", "tensor")
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str) -> None:
     assert not _wrong(pool, list(MEMORY), MEMORY_LAYOUTS[layout])[0]
@@ -251,6 +251,7 @@ def test_layers_that_an_iterator_gives_are_refused(pool: Pool, layout: str) -> N
     assert "self.turns gives a Linear" in wrong["CyclesLayers"]
 
 
+@slow("placement")
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_hooks_that_a_model_registers_as_it_runs_are_on_all_ranks(pool: Pool, layout: str) -> None:
     assert _wrong(pool, ["RegistersInLayer", "TakesFromHooks"], LAYOUTS[layout])[0] == {}

@@ -54,7 +54,7 @@ def _alive(layout: dict[str, Any], name: str) -> list[int]:
 ROWS = [*((layout, "gpt") for layout in LAYOUTS), ("tensor", "mlp_gradient_penalty")]
 
 
-@slow("tensor-gpt", "placement-gpt", "shard_residual-gpt", "fsdp-gpt")
+@slow("tensor-gpt", "placement-gpt", "shard_residual-gpt", "fsdp-gpt", "sequence-gpt")
 # others have what they have
 @pytest.mark.parametrize(("layout", "name"), ROWS)
 def test_no_step_leaves_a_tensor_behind(pool: Pool, layout: str, name: str) -> None:

@@ -75,7 +75,7 @@ def _after(layout: dict[str, Any]) -> list[dict[str, list[str]]]:
     return [kept, _alive(known)]
 
 
-@slow("shard_residual", "placement")
+@slow("shard_residual", "placement", "sequence", "tensor")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ulysses"])
 def test_nothing_of_a_run_outlives_it(pool: Pool, layout: str) -> None:
     assert pool.run(2, _after, LAYOUTS[layout]) == [[{}, {}]] * 2

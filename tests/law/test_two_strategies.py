@@ -130,7 +130,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     return {**found, "in turn": pool.run(1, _in_turn, None, None, tmp_path_factory.mktemp("alone"))[0]}
 
 
-@slow("shard_residual-tensor", "fsdp-fsdp")
+@slow("shard_residual-tensor", "fsdp-fsdp", "sequence-ulysses")
 @pytest.mark.parametrize(("first", "second"), IN_TURN)
 def test_fits_in_turn_are_each_one_devices(
     pool: Pool, tmp_path: Path, alone: dict[str, list[Any]], first: str, second: str
@@ -138,13 +138,7 @@ def test_fits_in_turn_are_each_one_devices(
     _compare(pool.run(2, _in_turn, LAYOUTS[first], LAYOUTS[second], tmp_path), alone["in turn"])
 
 
-@slow(
-    but=[
-        "on_train_batch_end-shard_residual-tensor",
-        "on_train_batch_end-placement-sequence",
-        "on_after_backward-pipeline-fsdp",
-    ]
-)
+@slow(but=["on_after_backward-pipeline-fsdp"])
 @pytest.mark.parametrize(("hook", "first", "second"), WITHIN)
 def test_a_fit_within_a_hook_of_another_is_one_devices(
     pool: Pool, alone: dict[str, list[Any]], hook: str, first: str, second: str

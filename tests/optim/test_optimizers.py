@@ -306,11 +306,8 @@ def trained(pool: Pool, asked: Callable[[str], list[Any]]) -> tuple[dict[str, An
 @slow(
     but=[
         "adagrad_initial",
-        "adam_l2",
-        "adamax",
         "adamw",
         "adamw_fused",
-        "adamw_maximize",
         "asgd",
         "groups",
         "lamb_elementwise",
@@ -319,11 +316,7 @@ def trained(pool: Pool, asked: Callable[[str], list[Any]]) -> tuple[dict[str, An
         "lookahead",
         "muon",
         "one_cycle",
-        "radam",
-        "rmsprop",
         "sgd",
-        "sgd_fused",
-        "sgd_nesterov",
     ]
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -10,6 +10,7 @@ import pytest
 from lightning_par import HybridParallelStrategy
 from tests.helpers import surface
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import Net, loader, weights
 
 
@@ -37,6 +38,7 @@ def _fit(storage: Literal["ddp", "fsdp"], alone: bool) -> Any:
     return weights(module)
 
 
+@slow("ddp")
 @pytest.mark.parametrize("storage", ["fsdp", "ddp"])
 def test_a_layer_that_one_replica_alone_unfreezes_is_named(pool: Pool, storage: Literal["ddp", "fsdp"]) -> None:
     message = pool.run(2, _fit, storage, True)[1]

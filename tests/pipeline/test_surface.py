@@ -580,6 +580,7 @@ def _copied_trainer(make: Any) -> Any:
     return callback.copies, metrics(t), weights(module), loaded.global_step, weights(loaded.lightning_module)
 
 
+@slow("tensor")
 @pytest.mark.parametrize("make", [trainer, surface.trainer], ids=["pipeline", "tensor"])
 def test_a_trainer_is_copied_within_a_run(pool: Pool, make: Any) -> None:
     check(pool, _copied_trainer, make)

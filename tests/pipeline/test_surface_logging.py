@@ -29,6 +29,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import CLASSES, Net, check, compare, kept, loader, metrics, weights
 
@@ -176,6 +177,7 @@ def _said(microbatches: Any) -> Any:
     return [board.given for board in boards], heard.lines, lines
 
 
+@slow("1")
 @pytest.mark.parametrize("microbatches", ["auto", 1])
 def test_what_is_said_is_said_once(pool: Pool, microbatches: Any) -> None:
     (one,) = pool.run(1, _said, microbatches)

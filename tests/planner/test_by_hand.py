@@ -126,7 +126,7 @@ class Direct(Untoggled):
 ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept"), (Shared, "fsdp"), (Shared, "kept")]
 
 
-@slow("Toggled-fsdp", "Frozen-kept")
+@slow("Toggled-fsdp", "Frozen-kept", "Frozen-fsdp", "Shared-kept")
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> None:
     found = plan(kind, BATCH, "4xH100", devices=2, layout=LAYOUTS[name])
@@ -134,6 +134,7 @@ def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> N
     assert [note.split(": ")[0] for note in found.notes] == ["not known"] * (kind is Shared)
 
 
+@slow("Untoggled", "Frozen", "Shared", "Direct")
 @pytest.mark.parametrize("kind", [Toggled, Untoggled, Frozen, Shared, Odd, Direct])
 def test_replicas_average_in_each_backward_what_requires_a_gradient_then(kind: type[Toggled], pool: Pool) -> None:
     real = pool.run(2, counted, kind, DATA)
@@ -141,6 +142,7 @@ def test_replicas_average_in_each_backward_what_requires_a_gradient_then(kind: t
     assert said(found) == dried(kind, "data") == real[0] == real[1]
 
 
+@slow("residual-Untoggled", "data tensor-Odd")
 @pytest.mark.parametrize("kind", [Untoggled, Odd])
 @pytest.mark.parametrize("name", ["data tensor", "residual"])
 def test_so_do_ranks_of_a_tensor_axis(kind: type[Toggled], name: str) -> None:

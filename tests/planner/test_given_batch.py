@@ -54,7 +54,7 @@ def _sent(module: Any, batch: Any) -> float:
     return float(found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"])
 
 
-@slow("Doubled-*-True", "Twice-*-False")
+@slow("Doubled-*-True", "Twice-*-False", "Twice-batch1-8-True")
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize(
     ("kind", "batch", "rows"), [(Doubled, {"rows": torch.ones(4, 8)}, 8), (Twice, torch.ones(4, 8), 8)]
@@ -85,6 +85,7 @@ class Unused(Module):
         raise AssertionError("the datamodule's comes before it")
 
 
+@slow("Unused")
 @pytest.mark.parametrize("kind", [Module, Unused])
 def test_a_datamodules_hooks_come_before_the_modules(kind: Any) -> None:
     data = Rows()

@@ -14,7 +14,7 @@ TRIES = 3  # a message that is late on a busy machine holds its memory for longe
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
-    "gqa_repeat-shard_residual", "gpt-ring", "lstm-fsdp", "mlp_deep-zbv", "mlp_deep-pipeline_4", "gpt-interleaved"
+    "gpt-tensor", "gpt-ring", "lstm-fsdp", "gpt-interleaved"
 ]  # fmt: skip
 
 

@@ -203,7 +203,7 @@ class Required(Held):
         return super().training_step(batch)
 
 
-@slow("False-Held", "True-Required")
+@slow("False-Held", "True-Required", "False-Required")
 @pytest.mark.parametrize("kind", [Held, Required])
 @pytest.mark.parametrize("is_there", [False, True])
 def test_what_a_module_holds_beside_weights_has_values(kind: Any, is_there: bool) -> None:

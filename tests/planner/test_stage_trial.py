@@ -81,7 +81,7 @@ def refusal(call: Any, *args: Any, **asked: Any) -> str:
     return str(caught.value)
 
 
-@slow("Pairs", "Spread")
+@slow("Pairs", "Spread", "Norm")
 @pytest.mark.parametrize("kind", [*MIXES, ByIterator], ids=lambda kind: kind.__name__)
 def test_a_layout_that_a_run_refuses_is_refused_in_its_words(kind: type[Plain]) -> None:
     said = refusal(plan, kind, BATCH, "2xH100", devices=2, layout=PIPE)

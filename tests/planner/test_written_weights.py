@@ -10,6 +10,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -37,6 +38,7 @@ class WritesRows(Writes):
     rows = 3
 
 
+@slow("Writes")
 @pytest.mark.parametrize("kind", [Writes, WritesRows])
 def test_what_is_written_into_a_weight_is_counted_as_it_runs(kind: type[Writes]) -> None:
     batch = torch.ones(8, 16)

@@ -13,7 +13,7 @@ from tests.helpers.slow import slow
 from tests.pretrained.adapted import ADAPTERS, LAYOUTS, REPLICAS, STEPS, trained
 
 TOLERANCE = 1e-9
-FAST = ["lora-tensor", "prompt-sequence", "ia3-fsdp"]
+FAST = ["lora-tensor", "ia3-fsdp"]
 ROWS = [f"{adapter}-{layout}" for adapter in ADAPTERS for layout in LAYOUTS]
 
 
@@ -46,6 +46,7 @@ def test_an_adapter_trains_as_on_one_device(pool: Pool, row: str) -> None:
             torch.testing.assert_close(rank["without"], one["without"], rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@slow("prompt-1")
 @pytest.mark.parametrize(("adapter", "messages"), [("lora", 2), ("prompt", 1)])
 def test_frozen_weights_send_no_gradient(pool: Pool, adapter: str, messages: int) -> None:
     stored, *_ = pool.run(2, trained, adapter, "fsdp", False, 2)

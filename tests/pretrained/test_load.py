@@ -160,7 +160,7 @@ def check(pool: Pool, case: str, layout: str, folder: Path, kind: str, stored: s
 EXACT = ("hf_gpt2", "hf_bert", "hf_vit", "hf_whisper")  # the norms of others compute in float32
 
 
-@slow(but=["hf_llama-tp2", "hf_qwen3-fsdp2"])
+@slow(but=["hf_llama-tp2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_pretrained_model_starts_and_trains_as_on_one_device(
@@ -265,7 +265,7 @@ def _first_weights(name: str, folder: Path, layout: dict[str, Any] | None) -> An
     return fit(module, "hf_llama", layout, limit_train_batches=0)[:2]
 
 
-@slow(but=["tp2-*"])
+@slow(but=["tp2-resized", "tp2-with_a_head", "tp2-mapped"])
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
 def test_what_else_users_do_to_load(pool: Pool, layout: str, name: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.pretrained.adapted import LAYOUTS, REPLICAS
 from tests.pretrained.quantized import STEPS, Packed, Unseeded, Wrapped, trained
 
 TOLERANCE = 1e-9
-FAST = ["wrapped-tensor", "packed-fsdp", "repacked-tensor"]
+FAST = ["wrapped-tensor", "packed-fsdp"]
 PLACED = ["pipeline", "placement", "pipeline-tensor"]
 ROWS = [f"{kind}-{layout}" for kind in ("packed", "repacked", "wrapped") for layout in LAYOUTS if layout not in PLACED]
 

@@ -166,7 +166,7 @@ ROWS = [
     for layout in LAYOUTS
     for who, hook in (("first", "batch"), ("all", "batch"), ("last", "end"))
 ]
-_QUICK = ["llama-tensor-first-batch", "llama-pipeline-first-batch", "gpt2-fsdp-all-batch"]
+_QUICK = ["llama-tensor-first-batch", "llama-pipeline-first-batch"]
 
 
 @slow(but=_QUICK)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.sources import parsing
+
 PACKAGES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
 OURS = "lightning_par"
 OF_PYTHON = frozenset("_asdict _exit _field_defaults _fields _getframe _make _replace".split())
@@ -83,7 +85,9 @@ def attributes_of(kind: type) -> frozenset[str]:
 def _set_by(file: str) -> dict[str, set[str]]:
     """By the name of a class in ``file``, the attributes of ``self`` that it has to do with."""
     found: dict[str, set[str]] = {}
-    for kind in [x for x in ast.walk(ast.parse(Path(file).read_text())) if isinstance(x, ast.ClassDef)]:
+    with parsing():
+        tree = ast.parse(Path(file).read_text())
+    for kind in [x for x in ast.walk(tree) if isinstance(x, ast.ClassDef)]:
         nodes = [*ast.walk(kind)]
         names = {x.attr for x in nodes if isinstance(x, ast.Attribute) and _is_own(x.value)}
         names |= {x.value for x in nodes if isinstance(x, ast.Constant) and is_private(x.value)}  # of `__setattr__`

@@ -26,6 +26,7 @@ from lightning_par.private.fake_tensors import (
     makes_fakes,
     unset_fake_temporarily,
 )
+from tests.helpers.slow import slow
 
 
 def test_shapes_and_devices_are_computed_without_values() -> None:
@@ -111,6 +112,7 @@ LSTMS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@slow("True-{'proj_size': 3}")
 @pytest.mark.parametrize("options", LSTMS, ids=str)
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

@@ -138,7 +138,7 @@ class Run:
         return module.layer.weight.tolist(), rate, steps, module.seen
 
 
-@slow(but=["often-lightning.pytorch", "plateau-pytorch_lightning"])
+@slow(but=["plateau-pytorch_lightning"])
 @both
 @pytest.mark.parametrize("name", [*RUNS])
 def test_a_run_resumes_from_between_any_two_batches(

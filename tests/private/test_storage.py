@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -12,7 +11,17 @@ import pytest
 import torch
 
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
-from lightning_par.private.storage import is_mapped, is_shared, lies_as, memory_of, storage_of, tensor_in, trim_memory
+from lightning_par.private.storage import (
+    give_back_freed,
+    is_mapped,
+    is_shared,
+    lies_as,
+    memory_of,
+    storage_of,
+    tensor_in,
+    trim_memory,
+)
+from tests.helpers.pool import Pool
 
 
 def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
@@ -78,26 +87,23 @@ def test_memory_is_handed_back() -> None:
     assert all(torch.equal(block, torch.ones(1 << 14)) for block in blocks)
 
 
-_FREED = """
-import torch
-from lightning_par.private.storage import give_back_freed
+def _stays() -> list[bool]:
+    """Whether memory that is given up at once is still there, with and without a limit."""
 
-def stays() -> bool:
-    address = torch.ones(2 << 20).data_ptr()  # given up at once
-    spans = [line.split()[0].split("-") for line in open("/proc/self/maps").read().splitlines()]
-    return any(int(first, 16) <= address < int(last, 16) for first, last in spans)
+    def stays() -> bool:
+        address = torch.ones(2 << 20).data_ptr()
+        spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return any(int(first, 16) <= address < int(last, 16) for first, last in spans)
 
-give_back_freed(4 << 20)
-print(stays())
-give_back_freed(None)
-print(stays())
-"""
+    give_back_freed(4 << 20)
+    limited = stays()
+    give_back_freed(None)
+    return [limited, stays()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")
-def test_large_blocks_are_handed_back_as_they_are_freed_where_asked() -> None:
-    run = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True)  # no holes of other tests
-    assert run.stdout.split() == ["False", "True"], run.stderr
+def test_large_blocks_are_handed_back_as_they_are_freed_where_asked(pool: Pool) -> None:
+    assert pool.run_apart(_stays) == [False, True]  # no holes of other tests
 
 
 def test_memory_of_a_mapped_file_is_known(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 import lightning_par
 import lightning_par.pl
+from tests.helpers.sources import trees_in
 from tests.private.strays import PACKAGES, Known, attributes_of, defined, is_private, strays
 
 HERE, ROOT = Path(__file__).parent, Path(lightning_par.__file__).parent
@@ -31,13 +32,8 @@ PARTS = [path.stem for path in FILES if ROOT / "private" in path.parents and pat
 
 
 @functools.cache
-def _sources() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in FILES}
-
-
-@functools.cache
 def _outside() -> dict[Path, ast.Module]:
-    return {path: tree for path, tree in _sources().items() if ROOT / "private" not in path.parents}
+    return {path: tree for path, tree in trees_in(ROOT).items() if ROOT / "private" not in path.parents}
 
 
 def _module(path: Path) -> str:
@@ -105,7 +101,9 @@ def test_no_file_outside_uses_a_private_name() -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_each_name_of_a_part_is_in_its_test(part: str) -> None:
     module, text = import_module(f"lightning_par.private.{part}"), (HERE / f"test_{part}.py").read_text()
-    made = {getattr(node, "name", None) or getattr(_target(node), "id", "_") for node in _sources()[_file(part)].body}
+    made = {
+        getattr(node, "name", None) or getattr(_target(node), "id", "_") for node in trees_in(ROOT)[_file(part)].body
+    }
     names = {name for name in (*made, *getattr(module, "__all__", ())) if not name.startswith("_")}
     assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
 

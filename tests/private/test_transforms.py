@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,7 +10,15 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_par.private.transforms import in_functorch, outside_transforms, transforms, unwrapped
+from lightning_par.private.transforms import (
+    in_functorch,
+    is_wrapped,
+    outside_transforms,
+    transforms,
+    unwrapped,
+    without_saved_tensors_hooks,
+)
+from tests.helpers.pool import Pool
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
@@ -54,35 +60,34 @@ def test_outside_transforms_what_is_closed_over_is_plain() -> None:
     assert (inside, outside) == ([True], [False])
 
 
-_TRANSFORM = """
-import torch
-from lightning_par.private.transforms import is_wrapped, without_saved_tensors_hooks
+def _run_under_hooks() -> tuple[list[bool], bool]:
+    """Where a transform runs: where nothing is done, where hooks may be met, and again; whether its tensor is known."""
+    met = []
 
-met = []
+    def function(x: torch.Tensor) -> torch.Tensor:
+        met.append(is_wrapped(x))
+        return x.sin().sum()
 
-def function(x):
-    met.append(is_wrapped(x))
-    return x.sin().sum()
+    def runs() -> bool:
+        try:
+            torch.func.grad(function)(x)
+        except RuntimeError as error:
+            assert "saved tensor hooks" in str(error)
+            return False
+        return True
 
-def is_refused():
-    try:
-        torch.func.grad(function)(x)
-    except RuntimeError as error:
-        return "saved tensor hooks" in str(error)
-
-x = torch.ones(3)
-with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-    assert is_refused()
-    with without_saved_tensors_hooks():
-        assert not is_refused()
-    assert is_refused(), "they are not back"
-assert all(met) and met and not is_wrapped(x)
-"""
+    x = torch.ones(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        before = runs()
+        with without_saved_tensors_hooks():
+            within = runs()
+        after = runs()
+    return [before, within, after], all(met) and bool(met) and not is_wrapped(x)
 
 
-def test_tensors_of_a_transform_are_known_and_it_runs_where_what_is_saved_passes_hooks() -> None:
+def test_tensors_of_a_transform_are_known_and_it_runs_where_what_is_saved_passes_hooks(pool: Pool) -> None:
     # In a process of its own: where a run has begun before, ours stand in the transforms' place.
-    subprocess.run([sys.executable, "-c", _TRANSFORM], check=True, timeout=200)
+    assert pool.run_apart(_run_under_hooks) == ([False, True, False], True)
 
 
 def test_a_transforms_own_tensor_stands_for_one_that_has_memory() -> None:

@@ -102,7 +102,7 @@ CASES = {
 }
 
 
-@slow(but=["steps-each step-1.0-2", "epochs-each validation-3-2"])
+@slow(but=["epochs-each validation-3-2"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_stopped_again_and_again_is_the_run_that_never_was(case: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(1, again_and_again, tmp_path, 1, *CASES[case])

@@ -182,6 +182,7 @@ def _goes_on_between_epochs(folder: Path, kind: str, accumulate: int, sizes: dic
     "two-*",
     "stream-*",
     "*-3",
+    "augmented-end-2-1",
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -197,7 +198,9 @@ def test_a_run_goes_on_between_epochs(
 KINDS = ["augmented", "generator", "weighted", "two", "stream", "stateful", "half stateful"]
 
 
-@slow("generator*", "weighted*", "*stateful-3", "two-3", "stream-3", "augmented-1")
+@slow(
+    "generator*", "weighted*", "*stateful-3", "two-3", "stream-3", "augmented-1", "two-1", "half stateful-1", "stream-1"
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_within_an_epoch(kind: str, accumulate: int, pool: Pool, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def count(kv: int, window: int = 1, small: int = FEW, **options: Any) -> Books:
 SCHEMES = [("ring", 2), ("all_gather", 2), ("ulysses", 2), ("ring", 4), ("all_gather", 4), (PRODUCT, 4)]
 
 
-@slow(but=["{'ulysses': 2, 'ring': 2}-4-as many key heads", "all_gather-2-fewer key heads"])
+@slow(but=["all_gather-2-fewer key heads"])
 @pytest.mark.parametrize("kv", [h, KV], ids=["as many key heads", "fewer key heads"])
 @pytest.mark.parametrize(("attention", "c"), SCHEMES, ids=str)
 def test_attention_sends_the_fewest_bytes(attention: Any, c: int, kv: int, pool: Pool) -> None:
@@ -170,7 +170,7 @@ def train(case: str, **options: Any) -> Books:
     return fit(model.module(), model.data(0), batch_size=model.batch_size, attention="ring", **options)
 
 
-@slow("gpt", "gpt_tied", "gqa_sdpa")
+@slow("gpt", "gpt_tied", "gqa_sdpa", "gqa_repeat")
 @pytest.mark.parametrize("case", ["gpt", "gpt_tied", "gqa_sdpa", "gqa_repeat", "hf_llama"])
 def test_nothing_gathers_in_a_language_model(case: str, pool: Pool) -> None:
     for books in pool.run(2, train, case):

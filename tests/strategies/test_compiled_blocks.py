@@ -206,7 +206,7 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (torch.as_tensor(x) - expected[key]).abs().max() <= 1e-9, key
 
 
-@slow(but=["in place-fsdp", "wrappers-placement"])
+@slow(but=["in place-fsdp"])
 @pytest.mark.parametrize(("way", "name"), ROWS)
 def test_blocks_stay_compiled(way: str, name: str, expected: Callable[..., Any], pool: Pool) -> None:
     one = expected(way)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_par.strategies.entry_points import fetches_itself, step_arguments
 from lightning_par.trial.trial_run import record_step
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import Net, Points, check, loader, trainer, weights
 
 
@@ -119,6 +120,7 @@ def _fetches_shuffled() -> Any:
     return weights(module), notes.seen
 
 
+@slow("_fetches_shuffled")
 @pytest.mark.parametrize("scenario", [_any_arguments, _fetches, _fetches_shuffled])
 def test_a_run_with_such_steps_is_one_devices(pool: Pool, scenario: Any) -> None:
     check(pool, scenario)

@@ -24,7 +24,6 @@ CLASSES = {
 }
 NAMES = tuple(CLASSES)
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
-NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 def python(code: str, *args: str, env: dict[str, str] | None = None) -> str:
@@ -42,61 +41,63 @@ def python(code: str, *args: str, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-# Each program is a fork of its own, off a process that has imported what takes Lightning seconds, but not Lightning.
+# Each program is a fork of its own, off a process that has imported what takes Lightning seconds, but not Lightning:
+# the first ones off one in which ``import torch`` has imported nothing of ours, the others after it has, beside a
+# Lightning that is broken.
 FORKS = """
 import os, sys, traceback
 import torch, torch._dynamo, torchmetrics
 
-for name in sys.argv[1:]:
-    with open(name) as file:
-        program = compile(file.read(), name, "exec")
-    child = os.fork()
-    if child == 0:
-        said = os.open(name + ".said", os.O_WRONLY | os.O_CREAT)
-        os.dup2(said, 1), os.dup2(said, 2)
-        try:
-            exec(program, {"__name__": "__main__"})
-            print("came to its end")
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(0)
-    os.waitpid(child, 0)
+def run(names):
+    for name in names:
+        with open(name) as file:
+            program = compile(file.read(), name, "exec")
+        child = os.fork()
+        if child == 0:
+            said = os.open(name + ".said", os.O_WRONLY | os.O_CREAT)
+            os.dup2(said, 1), os.dup2(said, 2)
+            try:
+                exec(program, {"__name__": "__main__"})
+                print("came to its end")
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+folder, *names = sys.argv[1:]
+border = names.index("--")
+run(names[:border])
+del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+sys.path.insert(0, folder)
+torch._import_device_backends()  # with which an ``import torch`` ends
+run(names[border + 1 :])
 """
 Outputs = Callable[[str], str]
 
 
-def _of_forks(programs: dict[str, str], folder: Path, env: dict[str, str] | None = None) -> Outputs:
-    """What each of ``programs`` prints; it must come to its end."""
-    for name, program in programs.items():
+@pytest.fixture(scope="module")
+def said(asked: Callable[[str], list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """What each program prints; it must come to its end."""
+    used = {row["namespace"] for test in ("test_string_without_import", "test_lightning_cli") for row in asked(test)}
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "lightning").mkdir()
+    (folder / "lightning" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
+    not_loaded = {"light": LIGHT, "reload": RELOAD, "public": PUBLIC}
+    programs = {"failing": FAILING, **{namespace: _in_use(namespace) for namespace in NAMESPACES if namespace in used}}
+    mended = {name: f"import sys; sys.path.remove({str(folder)!r})\n{program}" for name, program in programs.items()}
+    loaded = {"broken": BROKEN, **mended}
+    for name, program in (not_loaded | loaded).items():
         (folder / name).write_text(program)
-    python(FORKS, *(str(folder / name) for name in programs), env=env)
+    first, second = ([str(folder / name) for name in programs] for programs in (not_loaded, loaded))
+    python(FORKS, str(folder), *first, "--", *second, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
-    def said(name: str) -> str:
+    def read(name: str) -> str:
         text = (folder / f"{name}.said").read_text()
         assert text.endswith("came to its end\n"), text
         return text
 
-    return said
-
-
-@pytest.fixture(scope="module")
-def loaded(asked: Callable[[str], list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """Programs after an ``import torch`` that has imported ours, beside a Lightning that is broken."""
-    used = {row["namespace"] for test in ("test_string_without_import", "test_lightning_cli") for row in asked(test)}
-    folder = tmp_path_factory.mktemp("loaded")
-    (folder / "lightning").mkdir()
-    (folder / "lightning" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
-    programs = {"failing": FAILING, **{namespace: _in_use(namespace) for namespace in NAMESPACES if namespace in used}}
-    mended = {name: f"import sys; sys.path.remove({str(folder)!r})\n{program}" for name, program in programs.items()}
-    return _of_forks({"broken": BROKEN, **mended}, folder, {"PYTHONPATH": str(folder)})
-
-
-@pytest.fixture(scope="module")
-def not_loaded(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """Programs after an ``import torch`` that has imported nothing of ours."""
-    programs = {"light": LIGHT, "reload": RELOAD, "public": PUBLIC}
-    return _of_forks(programs, tmp_path_factory.mktemp("not_loaded"), NO_AUTOLOAD)
+    return read
 
 
 def test_installed_with_entry_point() -> None:
@@ -157,8 +158,8 @@ except SystemExit:
 
 @slow("pytorch_lightning")
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_string_without_import(namespace: str, loaded: Outputs) -> None:
-    out = loaded(namespace)
+def test_string_without_import(namespace: str, said: Outputs) -> None:
+    out = said(namespace)
     assert all(f"plain {name}" in out for name in CLASSES.values())
     for way in ("upper", "env"):
         assert f"{way} TensorParallelStrategy" in out
@@ -166,8 +167,8 @@ def test_string_without_import(namespace: str, loaded: Outputs) -> None:
 
 @slow("pytorch_lightning")
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_lightning_cli(namespace: str, loaded: Outputs) -> None:
-    out = loaded(namespace)
+def test_lightning_cli(namespace: str, said: Outputs) -> None:
+    out = said(namespace)
     assert "string TensorParallelStrategy" in out
     assert (
         "dotted 1" in out
@@ -199,9 +200,9 @@ importlib.reload(registry); registry.install()
 
 
 @slow()
-def test_reload_and_second_install(not_loaded: Outputs) -> None:
+def test_reload_and_second_install(said: Outputs) -> None:
     """Also: without autoload, ours imported after Lightning registers the names."""
-    not_loaded("reload")
+    said("reload")
 
 
 def test_our_names_import_nothing() -> None:
@@ -230,9 +231,9 @@ assert set({NAMES}) <= set(StrategyRegistry)
 """
 
 
-def test_public_names(not_loaded: Outputs) -> None:
+def test_public_names(said: Outputs) -> None:
     """Also: without autoload, ours imported before Lightning registers the names."""
-    not_loaded("public")
+    said("public")
 
 
 LIGHT = """
@@ -244,9 +245,9 @@ print("new", sorted(set(sys.modules) - before))
 """
 
 
-def test_what_torch_imports_of_ours_imports_nothing_else(not_loaded: Outputs) -> None:
+def test_what_torch_imports_of_ours_imports_nothing_else(said: Outputs) -> None:
     ours = ["lightning_par", *(f"lightning_par.{name}" for name in ("autoload", "strategies", "strategies.registry"))]
-    assert f"new {ours}" in not_loaded("light")
+    assert f"new {ours}" in said("light")
 
 
 BROKEN = """
@@ -259,8 +260,8 @@ except RuntimeError as error:
 """
 
 
-def test_torch_imports_beside_a_broken_lightning(loaded: Outputs) -> None:
-    assert loaded("broken").split("\n")[:2] == ["2.0", "broken on purpose"]
+def test_torch_imports_beside_a_broken_lightning(said: Outputs) -> None:
+    assert said("broken").split("\n")[:2] == ["2.0", "broken on purpose"]
 
 
 FAILING = """
@@ -275,6 +276,6 @@ print("imported", lightning.pytorch.Trainer.__name__)
 """
 
 
-def test_torch_and_lightning_import_when_registration_fails(loaded: Outputs) -> None:
-    out = loaded("failing")
+def test_torch_and_lightning_import_when_registration_fails(said: Outputs) -> None:
+    out = said("failing")
     assert "imported Trainer" in out and "could not register" in out

@@ -72,7 +72,7 @@ def _fit(where: str, strategy: str | None) -> list[Any]:
         "placement": lambda **more: lightning_par.LayerPlacementStrategy({"a": 0, "b": 1}, **more),
         "tensor": lightning_par.TensorParallelStrategy,
     }
-    chosen = {} if strategy is None else {"strategy": kinds[strategy](timeout=timedelta(seconds=20))}
+    chosen = {} if strategy is None else {"strategy": kinds[strategy](timeout=timedelta(seconds=8))}
     trainer = pl.Trainer(
         accelerator="cpu", devices=1 if strategy is None else 2, max_epochs=2, logger=False, precision="64-true",
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **chosen,

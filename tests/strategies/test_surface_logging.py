@@ -148,6 +148,7 @@ def _measured() -> Any:
     return module.seen, metrics(t), weights(module)
 
 
+@slow()
 def test_metrics(pool: Pool) -> None:
     check(pool, _measured, tolerance=1e-6)  # torchmetrics keeps its states in float32
 
@@ -187,6 +188,7 @@ def _monitors(folder: str) -> Any:
     }
 
 
+@slow()
 def test_monitors_checkpoints_and_early_stopping(pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.run(1, _monitors, str(tmp_path / "one"))
     ranks = pool.run(2, _monitors, str(tmp_path / "two"))
@@ -243,6 +245,7 @@ def _progress(kind: str) -> str:
     return printed.getvalue()
 
 
+@slow("rich")
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
 def test_progress_bars_show_on_rank_zero(pool: Pool, kind: str) -> None:
     one, two = pool.run(2, _progress, kind)

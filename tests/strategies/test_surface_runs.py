@@ -135,7 +135,7 @@ def _moved(how: str) -> Any:
     return weights(module), metrics(t)
 
 
-@slow(but=["apply", "cpu", "double", "init", "requires_grad"])
+@slow(but=["init"])
 @pytest.mark.parametrize(
     "how",
     ["cpu", "to", "double", "round trip", "apply", "half precision copy", "requires_grad", "zero_grad", "init", "eval"],

@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@slow(but=["check val every n", "deterministic", "fast dev run", "short window"])
+@slow(but=["deterministic", "fast dev run"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_of_the_trainer(pool: Pool, option: str) -> None:
     check(pool, _options, **OPTIONS[option])
@@ -187,7 +187,7 @@ def _manual(how: str) -> Any:
     return module.seen, metrics(t), weights(module), t.global_step
 
 
-@slow(but=["clip value", "closure"])
+@slow(but=["clip value"])
 @pytest.mark.parametrize("how", [*MANUAL, "closure"])
 def test_manual_optimization(pool: Pool, how: str) -> None:
     check(pool, _manual, how)
@@ -234,7 +234,7 @@ def _precision(precision: str) -> Any:
     return weights(module)
 
 
-@slow(but=["*-true"])
+@slow(but=["bf16-true"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_precisions_keep_their_dtypes(pool: Pool, precision: str) -> None:
     check(pool, _precision, precision, tolerance=1e-4 if precision == "32-true" else 0.1)
@@ -348,7 +348,7 @@ def _hooks(how: str) -> Any:
     return module.seen, metrics(t), weights(module)
 
 
-@slow(but=["nan check", "noise in gradients"])
+@slow(but=["noise in gradients"])
 @pytest.mark.parametrize("how", HOOKS)
 def test_a_users_hook(pool: Pool, how: str) -> None:
     check(pool, _hooks, how)

@@ -233,7 +233,7 @@ def _averaged(kind: str) -> Any:
     return _fit(Net(), AVERAGES[kind](), max_epochs=4)
 
 
-@slow(but=["by hand in the fit", "swa"])
+@slow(but=["swa"])
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_averages_of_weights(pool: Pool, kind: str) -> None:
     check(pool, _averaged, kind)
@@ -345,7 +345,7 @@ def _parametrized(kind: str) -> Any:
     return module.seen, state, metrics(t), t.predict(module, loader(8, 1))
 
 
-@slow(but=["own", "random pruned"])
+@slow(but=["own"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parametrizations(pool: Pool, kind: str) -> None:
     check(pool, _parametrized, kind)
@@ -376,7 +376,7 @@ def _pruned(kind: str) -> Any:
     return _fit(module, pruning, max_epochs=1 if kind == "lottery" else 3, must_split=kind != "kept")
 
 
-@slow(but=["kept", "lottery"])
+@slow(but=["kept"])
 @pytest.mark.parametrize("kind", PRUNING)
 def test_model_pruning(pool: Pool, kind: str) -> None:
     check(pool, _pruned, kind)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.helpers.surface import check, kept, trainer, weights
 
 
@@ -58,6 +59,7 @@ def _stopped(hook: str, strategy: Any) -> None:
     t.fit(Net(), data(), data(1))
 
 
+@slow("PipelineParallelStrategy-on_train_batch_end", "TensorParallelStrategy-on_validation_end")
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
 @pytest.mark.parametrize("strategy", [TensorParallelStrategy, PipelineParallelStrategy])
 def test_a_stop_of_one_rank_alone_names_the_others(pool: Pool, strategy: Any, hook: str) -> None:
@@ -123,6 +125,7 @@ def _fitted(kind: type[Net], **options: Any) -> Any:
     return module.losses, weights(module), t.global_step, t.should_stop
 
 
+@slow("StopsByLoss")
 @pytest.mark.parametrize("kind", [StopsByLoss, StopsInLayer])
 def test_a_stop_by_a_value_of_one_stage_is_all_stages(pool: Pool, kind: type[Net]) -> None:
     (one,) = pool.run(1, _fitted, kind)

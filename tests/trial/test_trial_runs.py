@@ -73,7 +73,7 @@ def _fit(folder: Path, layout: dict[str, Any], devices: int) -> str:
     return (folder / str(os.getpid())).read_text()
 
 
-@slow("* x *", "residual", "sequence")
+@slow("* x *", "residual", "sequence", "placement")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_runs_as_often_before_training_as_said(pool: Pool, layout: str, tmp_path: Path) -> None:
     arguments, runs = LAYOUTS[layout]

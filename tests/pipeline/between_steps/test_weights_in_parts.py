@@ -105,7 +105,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@slow(but=["tensor-Reads", "fsdp-Copies", "tensor-Keeps"])
+@slow(but=["fsdp-Copies"])
 @pytest.mark.parametrize("kind", [Reads, Keeps, Copies, Changes])
 @pytest.mark.parametrize("parts", PARTS)
 def test_what_is_read_is_one_devices(pool: Pool, parts: str, kind: type[Reads]) -> None:

@@ -118,7 +118,7 @@ ROWS: dict[str, tuple[type[Hooked], str, str]] = {
 } | {"Removed": (Removed, "", "1f1b")}
 
 
-@slow(but=["Says-modules-1f1b", "Says-weights-1f1b", "Looks-modules-zbv", "Writes-modules-1f1b", "Removed"])
+@slow(but=["Says-modules-1f1b", "Looks-modules-zbv", "Removed"])
 @pytest.mark.parametrize("row", ROWS)
 def test_what_hooks_in_backward_see_and_say_is_one_devices(pool: Pool, row: str) -> None:
     kind, on, schedule = ROWS[row]
@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[type[Hooked], str, tuple[str, ...]]] = {
 }
 
 
-@slow(but=["holds", "elsewhere, on a weight", "raises"])
+@slow(but=["elsewhere, on a weight", "raises"])
 @pytest.mark.parametrize("row", REFUSED)
 def test_what_hooks_in_backward_cannot_do_is_refused_on_all_ranks(pool: Pool, row: str) -> None:
     kind, on, words = REFUSED[row]

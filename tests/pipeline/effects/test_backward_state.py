@@ -202,16 +202,7 @@ def _numbered(value: Any) -> Any:
 KINDS = [OnModules, OnActivations, OfForwardHooks, WithinUnits, WithParameters, ReadsFactor]
 
 
-@slow(
-    but=[
-        "OfForwardHooks-auto",
-        "OnActivations-zero bubble",
-        "OnModules-auto",
-        "ReadsFactor-auto",
-        "WithParameters-auto",
-        "WithinUnits-placement",
-    ]
-)
+@slow(but=["OnActivations-zero bubble", "WithParameters-auto", "WithinUnits-placement"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", KINDS, ids=lambda kind: kind.__name__)
 def test_what_hooks_on_gradients_keep_is_one_devices_on_every_rank(pool: Pool, make: Any, layout: str) -> None:

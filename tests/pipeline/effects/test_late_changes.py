@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.helpers.surface import trainer
 
 
@@ -52,6 +53,7 @@ def _seen(counts: bool, where: str, microbatches: int | None = None) -> list[Any
     return module.seen
 
 
+@slow("b")
 @pytest.mark.parametrize("where", ["a", "b"])
 def test_what_a_hook_changes_by_a_value_is_one_devices_if_it_changes_something_always(pool: Pool, where: str) -> None:
     one = _seen(True, where)

@@ -124,7 +124,16 @@ def _fit(make: Any, layout: str | None) -> list[Any]:
     return [module.read, [x.detach() for x in module.state_dict().values()]]
 
 
-@slow("*-one", "*-at the end", "Now-auto", "CalledToo-auto", "Forward-placement", "OwnMethod-placement")
+@slow(
+    "*-one",
+    "*-at the end",
+    "Now-auto",
+    "CalledToo-auto",
+    "Forward-placement",
+    "OwnMethod-placement",
+    "CalledToo-placement",
+    "Forward-auto",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", [OwnMethod, Forward, CalledToo, Now], ids=lambda kind: kind.__name__)
 def test_what_the_step_keeps_on_a_layer_is_one_devices(pool: Pool, make: Any, layout: str) -> None:

@@ -262,7 +262,7 @@ def _compared(pool: Pool, kind: type[Hooked], microbatches: Any, all_stages: boo
     assert lines == ranks[0][2] and not any(said or text for _, said, text in ranks[1:])
 
 
-@slow("1-Sums", "1-Alike", "1-Twice")
+@slow("1-Sums", "1-Alike", "1-Twice", "3-Alike", "3-Twice", "1-Given")
 @pytest.mark.parametrize("kind", [Sums, Alike, Given, Twice], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_what_layers_log_is_one_devices(pool: Pool, kind: type[Hooked], microbatches: int) -> None:
@@ -275,6 +275,7 @@ def test_what_needs_the_batch_whole_has_it_whole(pool: Pool, microbatches: Any) 
     _compared(pool, Whole, microbatches, False)
 
 
+@slow("Third", "Texts")
 @pytest.mark.parametrize("kind", [Third, Later, Texts, Writes, Tries], ids=lambda x: x.__name__)
 def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind: type[Hooked]) -> None:
     _compared(pool, kind, "auto", kind is Third)  # in each epoch it is another step
@@ -288,6 +289,7 @@ def _refused(kind: type[Hooked]) -> str:
     return ""
 
 
+@slow("HeldLateElsewhere")
 @pytest.mark.parametrize("kind", [HeldLate, HeldLateElsewhere], ids=lambda x: x.__name__)
 def test_a_logger_that_a_layer_holds_itself_is_refused_in_a_late_step(pool: Pool, kind: type[Hooked]) -> None:
     messages = pool.run(2, _refused, kind)

@@ -122,7 +122,7 @@ def books(pool: Pool) -> Any:
     return get
 
 
-@slow("*-1", "seed-*", "branches-*")
+@slow("*-1", "seed-*", "branches-*", "fan-2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("kind", SENT)
 def test_each_value_that_crosses_is_sent_once_each_way(kind: str, microbatches: int, books: Any) -> None:

@@ -106,7 +106,7 @@ def _reference(one_device: Callable[..., Result], row: Row, **more: Any) -> Resu
     return one_device(row.case, data_size=row.copies, **options, **more)
 
 
-@slow(but=["mlp_reused_linear-010", "mlp_target_network-0011", "mlp_writes_into_view-010-microbatches=2"])
+@slow(but=["mlp_reused_linear-010"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_placement_never_changes_results(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path

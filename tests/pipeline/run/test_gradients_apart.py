@@ -106,7 +106,7 @@ ROWS: dict[str, tuple[type[Net], int, str]] = {
 }
 
 
-@slow(but=["forward, cut, zbv", "halves", "of another"])
+@slow(but=["forward, cut, zbv", "halves"])
 @pytest.mark.parametrize("row", ROWS)
 def test_gradients_that_layers_and_hooks_look_at_are_one_devices(pool: Pool, row: str) -> None:
     kind, microbatches, schedule = ROWS[row]

@@ -171,7 +171,7 @@ def _cases(kinds: Sequence[str], ranks: int, counts: Sequence[int] = COUNTS) -> 
             yield from (_traffic(schedule, kind) for kind in kinds)
 
 
-@slow("4", "5", "6", "7", "8")
+@slow("4", "5", "6", "7", "8", "2")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
     for traffic in _cases(KINDS, ranks):
@@ -179,7 +179,7 @@ def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
         times(timetable, waits(traffic, timetable, strict=True))
 
 
-@slow("5-*", "8-*", "3-0", "2-8")
+@slow("5-*", "8-*", "3-0", "2-8", "2-0")
 @pytest.mark.parametrize("latency", [0, 8])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_an_action_waits_for_its_inputs_alone(ranks: int, latency: int) -> None:

@@ -148,7 +148,7 @@ def _fit(kind: str, schedule: str, keeps: bool, precision: Any = "bf16-mixed") -
     return counts.copies.count, module.state_dict()
 
 
-@slow(but=["gpipe-plain", "gpipe-recurrent"])
+@slow(but=["gpipe-plain"])
 @pytest.mark.parametrize("kind", ["plain", "reused", "tied", "checkpointed", "recurrent"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
 def test_a_stage_copies_a_weight_once_and_computes_the_same(schedule: str, kind: str, pool: Pool) -> None:

@@ -18,6 +18,7 @@ from lightning_par.pipeline.run import verification
 from lightning_par.pipeline.trial import expected_gradients
 from lightning_par.trial.step import Step
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.law.found import Base, C
 from tests.law.test_found import Batches
 
@@ -73,6 +74,7 @@ def test_a_layer_that_gets_no_gradient_or_zeros_for_these_values_is_allowed(pool
     assert pool.run(2, _train, branches) == [(0.0, True)] * 2
 
 
+@slow("8-False")
 @pytest.mark.parametrize(("beside", "runs"), [(0, False), (8, False), (1e6, True)])
 def test_weights_gradients_and_what_backward_keeps_must_be_small(pool: Pool, beside: float, runs: bool) -> None:
     """Without room for weights and gradients nothing is gathered; with little more, the run ends early."""

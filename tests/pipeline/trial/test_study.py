@@ -207,7 +207,7 @@ class Halves(Base):
         return h
 
 
-@slow("another text")
+@slow("another text", "numpy", "text", "float")
 @pytest.mark.parametrize("how", TOO_LARGE)
 def test_a_loop_that_a_number_ends_which_is_not_followed_ends_in_the_trial(how: str) -> None:
     assert _studied(Halves(how)).events

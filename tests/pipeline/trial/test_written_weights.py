@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy, dry_run
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8)
 
@@ -63,6 +64,7 @@ def trained(kind: type[Writes], tied: bool, schedule: str = "") -> dict[str, Ten
     return {name: x.detach().clone() for name, x in module.state_dict().items()}
 
 
+@slow("inference-1f1b")
 @pytest.mark.parametrize(
     ("kind", "tied", "schedule"),
     [(Writes, False, "1f1b"), (Writes, True, "zbv"), (WritesInInference, False, "1f1b")],
@@ -77,6 +79,7 @@ def test_a_part_of_a_weight_is_written_into_as_on_one_device(
         assert (found[name] - x).abs().max() <= 1e-9 * x.abs().max(), name
 
 
+@slow("whole")
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "whole"])
 def test_what_one_of_two_ranks_would_write_into_is_refused(rows: bool) -> None:
     asked = {"pipeline_parallel_size": 2, "microbatches": 1}

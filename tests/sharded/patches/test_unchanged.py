@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +12,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-import lightning_par
 from lightning_par import HybridParallelStrategy
 from lightning_par.sharded.tensor import ShardedTensor, full
 from tests.helpers.globals_of_torch import attributes, differences
@@ -241,64 +235,3 @@ def _weights(layout: dict[str, Any]) -> Any:
     module = Net()
     _trainer(HybridParallelStrategy(**layout)).fit(module, loader(), loader())
     return {name: x.detach().numpy() for name, x in module.named_parameters()}
-
-
-_AUTOLOAD = """
-import json, os, sys
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-import torch
-from tests.helpers.globals_of_torch import attributes, differences
-before = attributes()
-from lightning_par import autoload
-import lightning_par.checkpoint.files  # whose classes are made in either Lightning when they are asked for
-autoload.register()
-heavy = [name for name in sys.modules if name.partition(".")[0] in ("lightning", "pytorch_lightning", "torchmetrics")]
-print(json.dumps([heavy, differences(before, attributes())]))
-"""
-_IMPORTS = """
-import contextlib, importlib, json, sys
-from tests.helpers.globals_of_torch import attributes, differences
-others, ours = json.load(sys.stdin)
-for name in others:
-    with contextlib.suppress(Exception):  # it may be no module, but a name in one
-        importlib.import_module(name)
-import lightning_par
-before = attributes()
-for name in ours:
-    importlib.import_module(name)
-print(json.dumps(differences(before, attributes())))
-"""
-_FOLDER = Path(lightning_par.__file__).parent
-
-
-def _imports(body: list[ast.stmt]) -> Iterator[str]:
-    """What these lines import when their module is imported: not what functions do."""
-    for node in body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for part in ("body", "orelse", "handlers", "finalbody"):
-                yield from _imports(getattr(node, part, []))
-
-
-def _run(code: str, given: Any = ()) -> Any:
-    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(given), stdout=-1, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_torch_loads_no_more_of_this_than_the_names_of_strategies() -> None:
-    heavy, changed = _run(_AUTOLOAD)
-    assert heavy == [] and [name.rpartition(" object")[0] for name in changed] == [
-        "tables.sys.meta_path.<lightning_par.strategies.registry._Finder"
-    ]
-
-
-def test_an_import_changes_nothing() -> None:
-    files = sorted(_FOLDER.rglob("[a-z]*.py"))
-    ours = [".".join(("lightning_par", *path.relative_to(_FOLDER).with_suffix("").parts)) for path in files]
-    found = dict.fromkeys(name for path in files for name in _imports(ast.parse(path.read_text()).body))
-    others = [name for name in found if name.partition(".")[0] not in ("", "lightning_par")]
-    assert {"torch", "torch.nn.functional", "lightning_utilities.core.apply_func"} <= {*others}
-    assert _run(_IMPORTS, [others, ours]) == []  # where what it imports is there already

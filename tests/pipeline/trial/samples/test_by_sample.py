@@ -289,7 +289,7 @@ def _train(make: Callable[[], nn.Module], strategy: str) -> Any:
     return [p.detach().clone() for p in module.parameters()], predictions
 
 
-@slow("Biased", "Numbered")
+@slow("Biased", "Numbered", "Chooses")
 @pytest.mark.parametrize("make", [Biased, Numbered, Chooses, Ages])
 def test_what_other_ranks_hold_decides_alike_on_all_when_a_later_batch_is_another(
     make: Callable[[], nn.Module], pool: Pool
