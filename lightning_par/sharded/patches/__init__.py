@@ -136,6 +136,14 @@ def experiments(namespace: Namespace) -> Patches:
     return Patches(lambda: [patch(namespace)])
 
 
+@functools.cache
+def replica_counts(namespace: Namespace) -> Patches:
+    """For runs in which several devices share a model, as soon as hooks run."""
+    from lightning_par.sharded.patches.device_counts import patch
+
+    return Patches(lambda: [patch(namespace)])
+
+
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
     return (
@@ -148,4 +156,5 @@ def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
         RESUME_ADVICE,
         WORKER_SIGNALS,
         experiments(namespace),
+        replica_counts(namespace),
     )
