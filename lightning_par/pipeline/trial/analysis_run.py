@@ -37,7 +37,7 @@ from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.entry_points import call_start_hooks
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
 from lightning_par.trial.module_copy import TrainerView, stand_in
-from lightning_par.trial.step import Step
+from lightning_par.trial.step import Step, loss_in
 from lightning_par.trial.trial_run import quiet
 
 
@@ -164,7 +164,10 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run.outer, run.resets = (asked.outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
     run.effects += held(copy, homes.keys() - run.outer, batch, run)
     run.finish()
-    return run, run.followed(result)
+    result = run.followed(result)
+    if step.grad:
+        run.values.check_unseen(loss_in(result))
+    return run, result
 
 
 def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, guesses: Guesses) -> None:
