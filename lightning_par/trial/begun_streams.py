@@ -24,8 +24,8 @@ class UnrepeatableError(ValueError):
             f"{type(stream).__module__}.{type(stream).__qualname__} can't be looked at before the run, as splitting "
             "the model needs: begun twice, it gives other items, and what they depend on is not in it. Write an "
             "IterableDataset whose `__iter__` draws from torch's, numpy's or Python's generator, or from one that it "
-            "has as an attribute. What gives each item only once, as a queue, must be handed over as a generator; if it "
-            "draws random numbers, nothing else may draw some before its first item."
+            "has as an attribute. What gives each item only once, as a queue, must be handed over as a generator; if "
+            "it draws random numbers, nothing else may draw some before its first item."
         )
 
 
