@@ -27,10 +27,21 @@ class Table:
 _pytree.register_pytree_node(Table, lambda x: ([*x.columns], None), lambda items, _: Table(*items))
 
 
+@dataclass
+class Checked:
+    """As anomalib's batches are."""
+
+    image: Tensor
+
+    def __setattr__(self, name: str, value: object) -> None:
+        assert isinstance(value, Tensor)
+        super().__setattr__(name, value)
+
+
 def test_names_are_as_many_as_tensors() -> None:
     x, y, z = torch.ones(1), torch.ones(2), torch.ones(3)
     assert names_of({"a": x, "b": [y, (z,)]}) == ["a", "b[0]", "b[1][0]"]
-    assert names_of(Extra(x)) == ["weights"]
+    assert names_of(Extra(x)) == ["weights"] and names_of(Checked(x)) == ["image"]
     for batch in (Table(x, y), {"a": x, "table": Table(y, z)}, {"a": x, "extra": Extra(y)}, [Extra(x), Table(y)]):
         assert len(names_of(batch)) == len(tensors_of(batch))
     assert names_of({"a": x, "table": Table(y, z)}) == ["a", "[1]", "[2]"]
