@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
-from lightning_par.pipeline.program.make_program import OutsideWriteError
+from lightning_par.pipeline.program.make_program import OutsideWriteError, SharedWriteError
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import ReadFirstError
@@ -98,6 +98,8 @@ class CutSearch:
         if cut.program is None and isinstance(cut.reason, SamplesMixError):
             cut = self._taken_as_one(step, first, cut, cut.reason)
         if cut.program is None:
+            if isinstance(cut.reason, SharedWriteError) and self.spread.plan_once():
+                return self._decide(step, known)
             raise ValueError(str(cut.reason))
         return cut.plan, self._without_unused(step.module, cut.stages, cut.program), cut.program
 

@@ -82,6 +82,10 @@ class Spread:
         """
         raise NotImplementedError
 
+    def plan_once(self) -> bool:
+        """From now on plan all calls of a module on one rank, if that is another plan; returns whether it is."""
+        return False
+
     def order(self) -> Order:
         """In which order the ranks run stages."""
         raise NotImplementedError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import random
+import types
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +65,28 @@ def snapshot(holders: Iterable[Any]) -> Callable[[], None]:
             one()
 
     return put_back
+
+
+class Standing:
+    """Where generators stand now: the global ones, and those that ``holders`` reach.
+
+    Example::
+
+        before = Standing([dataset])
+        item = next(items)
+        before.put_back()
+        assert before.is_met()
+    """
+
+    def __init__(self, holders: Iterable[Any]) -> None:
+        self._own = find(holders)
+        self._states, self._global = [_state(x) for x in self._own], global_state()
+        self.put_back = snapshot(self._own)
+        """Put them there again."""
+
+    def is_met(self) -> bool:
+        """Whether they stand there."""
+        return self._states == [_state(x) for x in self._own] and same_global_state(self._global)
 
 
 def global_state() -> tuple[Any, ...]:
@@ -262,14 +285,24 @@ def _inside(value: Any) -> list[Any]:
         return [item for item, _ in zip(value.values(), range(MAX_ITEMS))]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    inner: list[Any] = [getattr(value, "__self__", None)]
-    for cell in getattr(value, "__closure__", None) or ():
+    if isinstance(value, types.ModuleType):  # through one all others are reached
+        return []
+    inner: list[Any] = [_plain(value, "__self__"), _plain(value, "__func__")]
+    for cell in _plain(value, "__closure__") or ():
         try:
             inner.append(cell.cell_contents)
         except ValueError:  # not filled yet
             continue
-    inner.extend(getattr(value, "__dict__", {}).values())
+    inner.extend((_plain(value, "__dict__") or {}).values())
     return inner
+
+
+def _plain(value: Any, name: str) -> Any:
+    """An attribute as Python keeps it: a ``__getattr__`` of a user's object may import, load or answer anything."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def _state(generator: Any) -> bytes:

@@ -182,11 +182,11 @@ class TokensPart(Part):
 
 def names_of(batch: Any) -> list[str]:
     """A name for each tensor of ``batch``, in the order in which it is traversed: its key, its place, or nothing."""
-    names: list[str] = []
+    names: dict[int, str] = {}
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, Tensor):
-            names.append(name)
+            names[id(value)] = name
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 walk(item, f"{name}.{key}" if name else str(key))
@@ -198,4 +198,5 @@ def names_of(batch: Any) -> list[str]:
                 walk(getattr(value, key), f"{name}.{key}" if name else key)
 
     walk(batch, "")
-    return names
+    # what is not walked through is of a class that is registered with torch as a node, as a TensorDict is
+    return [names.get(id(x), f"[{number}]") for number, x in enumerate(tensors_of(batch))]

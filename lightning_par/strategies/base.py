@@ -276,7 +276,8 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         self._close_gradients()
         for part in self.parts:
             part.close()
-        patches.experiments(self.namespace).release(self)
+        for kind in (patches.experiments, patches.replica_counts):
+            kind(self.namespace).release(self)
         if module is not None:
             restore_metrics(module)
             trainer: Any = trainer_of(module)

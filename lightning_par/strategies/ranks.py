@@ -24,8 +24,10 @@ from lightning_par.private.process_groups import init_process_group
 from lightning_par.private.strategies import given_anew, launched_by, takes_module
 from lightning_par.private.trainer import about_to_begin_batch, met_a_skipped_step
 from lightning_par.python_state import generators
+from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
+from lightning_par.strategies.device_counts import DeviceCountsMixin
 from lightning_par.strategies.grace import GracePeriod, check_grace_period
 from lightning_par.strategies.hang_watch import HangWatchMixin
 from lightning_par.strategies.launch import StartMethod
@@ -33,7 +35,7 @@ from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
 from lightning_par.strategies.namespace import OTHER, Namespace
 from lightning_par.strategies.parts import Parts, Wanted
 from lightning_par.strategies.preemption import Preemption
-from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
+from lightning_par.strategies.rank_numbers import Count, RankInStep
 from lightning_par.strategies.samplers import share_by_replicas
 from lightning_par.strategies.startup_table import show_hosts
 
@@ -45,7 +47,7 @@ _WITHOUT_STORE = ("fake", "mpi")  # backends whose ranks don't meet at a store
 @given_anew
 @takes_module(lambda strategy, module: strategy._take(module))
 @launched_by(lambda strategy: launch.make_launcher(strategy.namespace, strategy, strategy.start_method))
-class RanksMixin(HangWatchMixin):
+class RanksMixin(DeviceCountsMixin, HangWatchMixin):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 
     namespace: Namespace
@@ -131,11 +133,6 @@ class RanksMixin(HangWatchMixin):
         return self.parallel_devices[self.local_rank]
 
     @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or [])
-
-    @property
     def global_rank(self) -> int:
         """This process's number; where it goes into results see `rank_numbers`: in the user's hooks `Count`, within a
         step that the ranks of a replica share `RankInStep`."""
@@ -161,9 +158,6 @@ class RanksMixin(HangWatchMixin):
         if self._groups is not None and self.groups.pipeline.size == 1 and met_a_skipped_step(sys._getframe(1)):
             return self.groups.data.size
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
-
-    def _are_replicas_meant(self) -> bool:
-        return self._groups is not None and self._groups.replica.size > 1 and in_users_hook(self.namespace)
 
     @property
     def is_global_zero(self) -> bool:
@@ -202,6 +196,8 @@ class RanksMixin(HangWatchMixin):
         self._connect(backend, device)
         self._begin_progress()
         self._groups = make_groups(self.layout, self.timeout or DEFAULT_TIMEOUT)
+        if self.groups.replica.size > 1:
+            patches.replica_counts(self.namespace).hold(self)
         self._begin_watch(self.groups.world)
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_par.fsdp.part import StoragePart
@@ -16,9 +15,10 @@ from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.optim.shared_memory import Rivals, gradients_written, look_at_gradients
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.python_state import generators
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.gradient_shares import shared_over
 from lightning_par.sharded.patches import look_for_compiled
-from lightning_par.sharded.tensor import ShardedTensor, full
+from lightning_par.sharded.tensor import full
 from lightning_par.strategies.dataloader_iter import Fetching
 from lightning_par.strategies.entry_points import fetches_itself, meets_the_loss
 from lightning_par.strategies.ranks import RanksMixin
@@ -178,5 +178,6 @@ class StepsMixin(RanksMixin):
 
 
 def _whole(output: Any) -> Any:
-    """What leaves a step is plain: callbacks and loops know nothing of shards."""
-    return apply_to_collection(output, ShardedTensor, full)
+    """What leaves a step is plain: callbacks and loops know nothing of shards. It is the very object where it was: a
+    step may return its batch, which callbacks write into."""
+    return map_tensors(full, output)

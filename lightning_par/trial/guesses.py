@@ -29,7 +29,7 @@ _IN_VAIN = 6  # trials in a row that came to no more
 # Asked more often, with so many functions meanwhile and no parameter that was not met before, a question is one of an
 # endless loop. A turn of one that generates text is a run of the whole model: few tell.
 _ENDLESS = ((8, 2_000), (100, 1_000), (300, 0))
-_PATIENT = ((5_000, 0),)  # where no answers end the loop: it may be none
+_PATIENT = ((5_000, 0), (100, 10_000))  # where no answers end the loop: it may be none
 _CALLERS = 12  # frames that tell one use of a helper from another
 
 Pattern = Literal["first", "other", "shuffled", "patient"]
@@ -140,8 +140,9 @@ class Guesses:
             return
         latest = sorted(self.asked, key=lambda place: place in self._decisions)[::-1]
         for place in latest:
-            if self.patterns.get(place, "first") == "first":
-                yield {**self.patterns, place: "other"}
+            pattern = self.patterns.get(place, "first")
+            if pattern in ("first", "shuffled"):  # what ended a loop may have failed a check in it
+                yield {**self.patterns, place: "other" if pattern == "first" else "first"}
         for place in latest:
             callers = self._callers[place]
             for caller in reversed(callers) if len(callers) > 1 else ():  # a helper that several ask by
@@ -275,7 +276,10 @@ def explore(run: Callable[[Guesses], Trial[T]], patterns: Patterns | None = None
     best = run(Guesses(patterns))
     path, seen, in_vain = [best], [best.guesses.patterns], 0
     while path and not best.done and len(seen) < TRIES and in_vain < _IN_VAIN:
-        other = next((patterns for patterns in path[-1].guesses.others() if patterns not in seen), None)
+        before = path[-1].guesses.patterns
+        again = _ALL not in before and any(_ALL in patterns for patterns in seen)  # patience was of no use
+        found = (x for x in path[-1].guesses.others() if x not in seen and not (again and _ALL in x))
+        other = next(found, None)
         if other is None:
             path.pop()
             continue

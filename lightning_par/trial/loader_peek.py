@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import multiprocessing.connection
 import multiprocessing.managers
 import multiprocessing.queues
-import pickle
 import socket
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
+from lightning_par.trial.begun_streams import Begun, Replaced, Taken, UnrepeatableError, begin, same
 from lightning_par.trial.stream_copy import copy_of
 
 _QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, multiprocessing.connection.Connection)
@@ -37,64 +34,6 @@ _FILES = (
 
 class NoBatchError(Exception):
     """The loader is empty, or its first batch can't be had without taking it away from the run."""
-
-
-class UnrepeatableError(ValueError):
-    """Looking at the first batch would change what the run gets."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(
-            f"{type(stream).__module__}.{type(stream).__qualname__} can't be looked at before the run, as splitting "
-            "the model needs: begun twice, it gives other items, and what they depend on is not in it. Write an "
-            "IterableDataset whose `__iter__` draws from torch's, numpy's or Python's generator, or from one that it "
-            "has as an attribute. What gives each item only once, as a queue, must be handed over as a generator that "
-            "draws no random numbers."
-        )
-
-
-class Begun(IterableDataset):
-    """A stream whose first iteration has begun already, and goes on with the items that it gave; later ones begin anew.
-
-    Args:
-        stream: the user's.
-        iteration: of it.
-    """
-
-    def __init__(self, stream: Any, iteration: Iterator[Any]) -> None:
-        self._stream = stream
-        self._iteration: Iterator[Any] | None = iteration
-
-    def __iter__(self) -> Iterator[Any]:
-        return _WhenAsked(self._next_iteration)  # Lightning calls `iter` to see whether it can
-
-    def _next_iteration(self) -> Iterator[Any]:
-        iteration, self._iteration = self._iteration, None
-        return iter(self._stream) if iteration is None else iteration
-
-    def __len__(self) -> int:
-        return len(self._stream)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_stream":
-            raise AttributeError(name)
-        return getattr(self._stream, name)
-
-
-class _WhenAsked(Iterator[Any]):
-    """An iterator that is made when its first item is asked for; no generator, which would close it at its end."""
-
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
-        self._make = make
-        self._made: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if self._made is None:
-            self._made = self._make()
-        return next(self._made)
-
-
-Replaced = list[tuple[Any, Begun]]
-"""Streams that have begun, and what is to take their places."""
 
 
 def first_batch(loader: Any, may_begin: bool, begun: Replaced) -> Any:
@@ -156,6 +95,7 @@ def _collated(loader: DataLoader[Any], items: Any) -> Any:
 
 def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) -> Any:
     size = loader.batch_size
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # its seed for workers, drawn ahead
     items = _take(loader.dataset, size or 1, may_begin, begun)
     if size is not None and loader.drop_last and len(items) < size:
         raise NoBatchError
@@ -171,7 +111,7 @@ def _first_of_workers_stream(loader: DataLoader[Any]) -> Any:
             again = _first_through_workers(loader)
         except NoBatchError:
             again = None
-        if not _same(batch, again):
+        if not same(batch, again):
             raise UnrepeatableError(loader.dataset)
     return batch
 
@@ -187,14 +127,14 @@ def _take(stream: Any, count: int, may_begin: bool, begun: Replaced) -> list[Any
     """Up to ``count`` items, at least one.
 
     A stream is begun on copies; that two of them give the same shows that nothing outside of it has changed. One that
-    can't be copied begins itself, and goes on in the run; unless it draws random numbers, which the run is to draw.
+    can't be copied begins itself, and goes on in the run.
     """
     copied = copy_of(stream)
     if copied is not None:
         tensors = generators.find([stream], (Tensor,))  # large ones are not copied
         versions = [write_count(x) for x in tensors]
-        items = _begin(copied, count)
-        if not _same(items, _begin(copy_of(stream), count)) or versions != [write_count(x) for x in tensors]:
+        items = begin(copied, count)
+        if not same(items, begin(copy_of(stream), count)) or versions != [write_count(x) for x in tensors]:
             raise UnrepeatableError(stream)
     elif not may_begin:
         raise NoBatchError
@@ -205,34 +145,12 @@ def _take(stream: Any, count: int, may_begin: bool, begun: Replaced) -> list[Any
     return items
 
 
-def _begin(iterable: Any, count: int) -> list[Any]:
-    with generators.kept([iterable]):
-        return list(itertools.islice(iter(iterable), count))
-
-
 def _begin_itself(stream: Any, count: int, begun: Replaced) -> list[Any]:
-    items: list[Any] = []
-    error: Exception | None = None
-    with generators.kept([stream]) as were_used:
-        iterator = iter(stream)
-        try:
-            items += itertools.islice(iterator, count)  # has what came before an error
-        except Exception as caught:
-            error = caught
-        used = were_used()
-    if not used:
-        begun.append((stream, Begun(stream, itertools.chain(items, _raising(error), iterator))))
-    if error is not None:
-        raise error
-    if used and (iter(stream) is iterator or not _same(items, _begin(stream, count))):
-        raise UnrepeatableError(stream)
-    return items
-
-
-def _raising(error: Exception | None) -> Iterator[Any]:
-    if error is not None:
-        raise error
-    yield from ()
+    with generators.kept([stream]):
+        taken = Taken(stream)
+        begun.append((stream, Begun(stream, iter(taken))))
+        taken.take(count)
+    return taken.items
 
 
 def _shallow(value: Any) -> Any:
@@ -251,29 +169,6 @@ def _indices(sampler: Any, shared: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(sampler, shared)
     except Exception:
-        if not _same(_begin(sampler, 1), _begin(sampler, 1)):
+        if not same(begin(sampler, 1), begin(sampler, 1)):
             raise UnrepeatableError(sampler) from None
         return sampler
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return a is b or _content(a) == _content(b)
-    except Exception:
-        return False
-
-
-def _content(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Contents(file).dump(value)
-    return file.getvalue()
-
-
-class _Contents(pickle.Pickler):
-    """Pickles tensors by their entries: torch's own way names where their memory is."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided:
-            return NotImplemented
-        entries = raw_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
-        return tuple, ((str(value.dtype), tuple(value.shape), entries),)

@@ -251,7 +251,8 @@ def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch of any structure, in the order in which a recording has them."""
     found = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     if not found:
-        apply_to_collection(batch, Tensor, found.append, allow_frozen=True)
+        # it makes a batch of what it is given back, which a dataclass may check
+        apply_to_collection(batch, Tensor, lambda x: found.append(x) or x, allow_frozen=True)  # type: ignore[func-returns-value]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,26 @@ def test_no_state_lets_numpy_read_what_is_not_its_own(which: int, name: str) -> 
         inner[name] = wrong
         with pytest.raises(ValueError, match=f"garbled: {name} is {wrong}"):
             generators.load_states(found, [(kind, state)])
+
+
+class Lazy:
+    """Answers for what it has not by importing it, as objects of `six.moves` do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+class Holds:
+    def __init__(self) -> None:
+        self.lazy, self.module, self.rows = Lazy(), random, lambda: self.own
+        self.own = random.Random(1)
+
+    def read(self) -> None: ...
+
+
+def test_a_look_for_generators_runs_no_code_of_what_it_meets() -> None:
+    holds = Holds()
+    rows, read = Holds().rows, functools.partial(holds.read)
+    assert generators.find([holds]) == [holds.own]
+    assert generators.find([read]) == [holds.own]
+    assert generators.find([rows]) == [rows()]

@@ -23,6 +23,14 @@ class Sum(pl.LightningModule):
         self.sampler, self.first, self.second = sampler, nn.Linear(4, 4), nn.Linear(4, 1)
         self.seen: list[float] = []
         self.mean = 0.0
+        self.batch = BATCH
+
+    def setup(self, stage: str) -> None:
+        """As Lightning's example of ImageNet: a batch's samples are shared out among devices."""
+        strategy: Any = self.trainer.strategy
+        self.batch = BATCH * 2 // (self.trainer.num_devices * self.trainer.num_nodes)
+        assert self.batch == BATCH * 2 // (strategy.num_processes * strategy.num_nodes)
+        assert self.trainer.num_devices == strategy.num_processes == 2, "a comparison is of processes"
 
     def train_dataloader(self) -> Any:
         data = torch.arange(float(SAMPLES))[:, None].expand(-1, 4)
@@ -67,7 +75,7 @@ def _counted(strategy: str, sampler: str) -> Any:
         use_distributed_sampler=not sampler,
     )  # fmt: skip
     trainer.fit(module)
-    return counting.samples, counting.ranks, counting.printed, module.seen, module.mean
+    return counting.samples, counting.ranks, counting.printed, module.seen, module.mean, module.batch
 
 
 @slow(but=["tensor_parallel-plain", "tensor_parallel-batches"])
@@ -79,8 +87,9 @@ def test_samples_are_counted_and_drawn_once(pool: Pool, strategy: str, sampler: 
     told = pool.run(2, _counted, strategy, sampler)
     replicas = 2 if strategy in ("hybrid_parallel", "ddp") else 1
     every = [float(x) for x in range(SAMPLES)]
-    for rank, (samples, first, printed, seen, mean) in enumerate(told):
+    for rank, (samples, first, printed, seen, mean, batch) in enumerate(told):
         assert samples == SAMPLES, "each sample once"
+        assert batch == 2 * BATCH // replicas, "of replicas"
         assert first == rank * SAMPLES // BATCH // replicas, "a comparison is of processes"
         assert printed == f"{rank} of 2"
         assert sorted(seen) == every if replicas == 1 else sorted(seen + told[1 - rank][3]) == every

@@ -61,11 +61,21 @@ class Fresh(IterableDataset[Any]):
 class OneShot(IterableDataset[Tensor]):
     """Hands out the same generator again and again."""
 
-    def __init__(self) -> None:
-        self.rows = (row for row in X)
+    def __init__(self, rows: Iterator[Tensor] | None = None) -> None:
+        self.rows = (row for row in X) if rows is None else rows
 
     def __iter__(self) -> Iterator[Tensor]:
         return self.rows
+
+
+class Slices:
+    """Each epoch takes the next batches of one stream, as GluonTS's loaders do."""
+
+    def __init__(self, batches: Iterator[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from itertools.islice(self.batches, 2)
 
 
 class SelfIterating(IterableDataset[Tensor]):
@@ -158,6 +168,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "list of batches": lambda: CombinedLoader({"a": [X, X + 1]}, "max_size_cycle"),
     "iterator": lambda: iter([X[:4], X[4:]]),
     "generator": lambda: (batch for batch in X.split(4)),
+    "drawing generator": lambda: (batch + torch.rand(()) for batch in X.split(4)),
+    "slices": lambda: Slices(batch + np.random.rand() + random.random() for batch in X.split(4)),
+    "one-shot stream, drawing": lambda: DataLoader(OneShot(torch.rand(2) for _ in range(11)), batch_size=4),
     "dict": lambda: {
         "a": DataLoader(Noisy(), batch_size=4, shuffle=True),
         "b": DataLoader(TensorDataset(X), batch_size=3),
@@ -282,6 +295,10 @@ def _with_and_without(entry: str, source: str) -> dict[str, tuple[Any, Any, Any,
     return results
 
 
+ONCE = (
+    *("one-shot stream", "one-shot stream, drawing", "generator", "drawing generator", "slices"),
+    *("lines", "drawing, not to be copied"),
+)
 RUNS = [("fit", "given"), ("fit", "train_dataloader"), ("fit", "datamodule"), ("validate", "given"),
         ("test", "train_dataloader"), ("predict", "given"), ("predict", "datamodule")]  # fmt: skip
 
@@ -292,7 +309,7 @@ def test_a_run_is_the_same_after_a_peek(pool: Pool, entry: str, source: str) -> 
     (results,) = pool.run(1, _with_and_without, entry, source)
     for name, (peeked, plain, batch, extra_calls) in results.items():
         assert peeked == plain, name
-        if entry == "predict" and name in ("one-shot stream", "generator", "lines", "drawing, not to be copied"):
+        if entry == "predict" and name in ONCE:
             assert batch is None, name  # it can't be had without taking it away
             continue
         assert _shape(batch) == _shape(peeked[0][0]), name
@@ -377,7 +394,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "Queue": lambda: DataLoader(Queue(), batch_size=4),
     "Lines": lambda: DataLoader(Lines(), batch_size=4, num_workers=1),
     ".Lines": lambda: DataLoader(Lines(SHORT), batch_size=4, num_workers=1),  # the first look reads all of it
-    "generator": lambda: (torch.rand(2) for _ in range(4)),
 }
 
 
@@ -397,6 +413,29 @@ def test_what_can_not_be_looked_at_is_refused_on_all_ranks(pool: Pool) -> None:
             assert f"{name} can't be looked at before the run" in message
             assert "Write an IterableDataset whose `__iter__` draws from torch's" in message
             assert steps == 0
+
+
+class DrawsFirst(Recorder):
+    def configure_optimizers(self) -> Any:
+        torch.rand(1)
+        return super().configure_optimizers()
+
+
+def _drawn_before() -> list[str]:
+    told = []
+    for make in (LOADERS["drawing generator"], LOADERS["drawing, not to be copied"]):
+        try:
+            _trainer(Peeking()).fit(DrawsFirst(), make())
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_was_drawn_for_where_other_draws_come_first_is_refused_or_drawn_anew(pool: Pool) -> None:
+    ((once, anew),) = pool.run(1, _drawn_before)
+    assert "generator can't be looked at before the run" in once
+    assert not anew
 
 
 _transfers: list[int] = []

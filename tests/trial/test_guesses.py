@@ -319,6 +319,26 @@ def test_a_question_asked_often_stays_the_same(monkeypatch: pytest.MonkeyPatch) 
     assert [*runs[0].asked.values()] == [40] and len(runs[0].decided) == 1
 
 
+def test_a_loop_with_checks_in_it_is_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that decodes until all are done: where other answers end it, those to the checks stay what they were."""
+    runs: list[Guesses] = []
+    monkeypatch.setattr(guesses, "Guesses", lambda patterns=None: runs.append(Guesses(patterns)) or runs[-1])
+
+    def decodes(m: Model, x: Tensor) -> Tensor:
+        h, steps = m.a(x), []
+        while not (h.abs() < 1).all():
+            assert not h.isnan().any()
+            assert not h.isinf().any()
+            assert not (h > 1e9).any()
+            assert not (h < -1e9).any()
+            h = h / 2
+            steps.append(h)
+        return m.b(torch.stack(steps)).sum()
+
+    assert record_step(Model(decodes), "training_step", torch.randn(4, 8)).is_whole
+    assert all(sum(run.asked.values()) < 2_000 for run in runs)
+
+
 class Writes(Model):
     validation_step = Model.training_step
 

@@ -37,15 +37,19 @@ class RowSpread(Spread):
 
     def __init__(self, groups: Groups, settings: Settings, timeout: timedelta) -> None:
         super().__init__(groups, settings.microbatches, settings.allow_batch_coupling, timeout)
-        self.settings = settings
+        self.settings, self._once = settings, False
         self.stages = settings.stage_count(self.axis.size)
         self.at = place_stages(settings.schedule, self.axis.size, self.stages)
 
     def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[StagePlan, Stages]:
         asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
         name, wishes = type(module).__name__, self.settings.stages
-        plan = make_stage_plan(root, self.stages, wishes, opened=opened, asker=asker, module=name)
+        plan = make_stage_plan(root, self.stages, wishes, opened=opened, once=self._once, asker=asker, module=name)
         return plan, Stages({**plan.homes, **homes_of_uncalled(module, plan.homes, opened)}, self.at)
+
+    def plan_once(self) -> bool:
+        before, self._once = self._once, self.settings.stages is None
+        return self._once and not before
 
     def order(self) -> PipelineOrder:
         return PipelineOrder(self.settings.schedule, self.axis.size, self.stages)

@@ -6,7 +6,7 @@ A pure function of the recorded calls, the number of stages and the user's wishe
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_par.pipeline.plan.balance_time import UnitCall, costs_of, split
@@ -67,6 +67,7 @@ def make_stage_plan(
     wishes: Wishes | None = None,
     *,
     opened: Collection[str] = (),
+    once: bool = False,
     asker: str = "PipelineParallelStrategy",
     module: str = "the LightningModule",
 ) -> StagePlan:
@@ -77,6 +78,8 @@ def make_stage_plan(
         stages: how many there shall be.
         wishes: the stage of each module name or pattern, or the names of the first modules of the stages 1, 2, ...
         opened: names of modules that must not be called as a whole.
+        once: whether all calls of a module must be in one stage, so that values go through the stages again where it is
+            called later; not where there are ``wishes``.
         asker: what needs the stages, for messages: "PipelineParallelStrategy over 4 ranks with schedule '1f1b'".
         module: what the user calls the module, for messages.
 
@@ -98,13 +101,27 @@ def make_stage_plan(
     if wishes is None:
         calls = unit_calls(root, choose_units(root, stages, opened=opened))
         _check_count(root, calls, who)
-        starts = split(calls, stages)
-        places = [sum(start <= i for start in starts) - 1 for i in range(len(calls))]
+        places = _once(calls, stages) if once else _in_order(calls, stages)
     elif isinstance(wishes, Mapping):
         calls, places = glob_stages(root, wishes, who, opened)
     else:
         calls, places = cut_stages(root, wishes, who, opened)
     return plan_of(calls, places, stages)
+
+
+def _in_order(calls: Sequence[UnitCall], stages: int) -> list[int]:
+    starts = split(calls, stages)
+    return [sum(start <= i for start in starts) - 1 for i in range(len(calls))]
+
+
+def _once(calls: Sequence[UnitCall], stages: int) -> list[int]:
+    """All calls of a unit in the stage in which its first one would be, did it cost as much as all of them."""
+    units: dict[str, UnitCall] = {}
+    for call in calls:
+        before = units.get(call.path)
+        units[call.path] = call if before is None else replace(before, flops=before.flops + call.flops)
+    places = dict(zip(units, _in_order([*units.values()], stages)))
+    return [places[call.path] for call in calls]
 
 
 def plan_of(

@@ -100,14 +100,18 @@ class Memo:
         own = [x for x in tensors_in(given) if self.is_state(x)]
         wrote = writes_into(getattr(func, "__name__", ""))
         for x in own[:1] if wrote else ():
-            for base in (x, *self._bases.get(id(x), ())):
-                note_write(base)  # through `.data` no version counts it
+            self.note_write(x)
         for n, x in enumerate(tensors_in(result)):
             self._views[id(x)] = x
             self.keys[id(x)] = (event, n)
             if not wrote:
                 self._bases[id(x)] = [base for y in own for base in (y, *self._bases.get(id(y), ()))]
         return result
+
+    def note_write(self, x: Tensor) -> None:
+        """Something writes into a tensor of the module's, or a view of one; through `.data` no version counts it."""
+        for base in (x, *self._bases.get(id(x), ())):
+            note_write(base)
 
     def copied(self, x: Tensor) -> Tensor | None:
         """The one copy of a tensor of the batch alone, None of others."""

@@ -103,7 +103,9 @@ class DryRun(RecordedRun):
         index, record = self._next(func, args, kwargs)
         if record.kind == "batch":
             compute = self.memo.anew_for if record.remade else self.memo.compute
-            return compute(index, func, args, kwargs)
+            result = compute(index, func, args, kwargs)
+            self.note_alias(func, args, result)
+            return result
         if record.itself is not None:
             return tensors_in((args, kwargs))[record.itself]
         if record.writes:

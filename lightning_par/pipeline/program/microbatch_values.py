@@ -14,7 +14,7 @@ from lightning_par.sharded.tensor import ShardedTensor
 
 def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:
     """Let ``target``, which depended on the batch alone, stand for ``value``; what the writing function returns."""
-    run.written[id(target)] = (target, value)
+    run.write(target, value)
     return None if func.__name__ == "__setitem__" else value
 
 

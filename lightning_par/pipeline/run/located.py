@@ -39,6 +39,7 @@ class Run(TorchFunctionMode):
         self.recomputes = False  # whether something in it runs again in backward
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the batch alone that a located value was written into, by id: they stand for the new value."""
+        self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what is another object for all of a tensor
 
     def __enter__(self) -> Any:
         self._before, Run.current = Run.current, self
@@ -102,6 +103,26 @@ class Run(TorchFunctionMode):
         if not self.written:
             return value
         return map_tensors(lambda x: self.written[id(x)][1] if id(x) in self.written else x, value)
+
+    def note_alias(self, func: Any, args: Any, result: Any) -> None:
+        """What a function of the batch alone returns may be another object for all of what it is given."""
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else func.__name__
+        if name in ("data", "detach") and isinstance(result, Tensor) and result is not args[0]:
+            self._aliases[id(result)] = (result, self.behind(args[0]))
+
+    def behind(self, x: Tensor) -> Tensor:
+        """The tensor that ``x`` is another object for, or itself."""
+        return self._aliases[id(x)][1] if id(x) in self._aliases else x
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """``target``, which depended on the batch alone, stands for ``value`` from now on, as all that is the same."""
+        base = self.behind(target)
+        for x in (base, target, *(alias for alias, other in self._aliases.values() if other is base)):
+            self.written[id(x)] = (x, value)
+
+    def written_tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What values of the model were written into, each once, with these."""
+        return ((x, value) for x, value in self.written.values() if self.behind(x) is x)
 
     def copied(self, x: Tensor) -> Tensor:
         """``x`` as it is now."""

@@ -134,7 +134,9 @@ class StageRun(StageValues):
         if record.kind == "batch":
             # computed once a step, whichever stages and microbatches run here
             again = self.memo.anew_for if record.remade else self.memo.again
-            return again(index, func, args, kwargs)
+            result = again(index, func, args, kwargs)
+            self.note_alias(func, args, result)
+            return result
         if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:

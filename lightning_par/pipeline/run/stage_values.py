@@ -57,9 +57,10 @@ class StageValues(RecordedRun):
     def write_back(self) -> None:
         """Values of the model that the step wrote into tensors of the module get there."""
         with torch.no_grad():
-            for target, value in self.written.values():
+            for target, value in self.written_tensors():
                 if self.memo.is_state(target):
                     set_to(target, value)
+                    self.memo.note_write(target)
 
     def outputs(self) -> dict[Key, Tensor]:
         """What other stages need, after the run."""

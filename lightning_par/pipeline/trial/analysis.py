@@ -213,6 +213,7 @@ class Analysis(FakeRun):
     def _event(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
         self.values.check_current(inputs)
+        self.values.check_whole(inputs)
         located = [x for x in inputs if is_located(x)]
         if not (located or self.transformed is not None and self.transformed.takes):
             return record_on_batch(self, func, name, args, kwargs)
@@ -262,7 +263,7 @@ class Analysis(FakeRun):
 
     def finish(self) -> None:
         """After the step: what it wrote into tensors of the module counts as used at its end."""
-        written = [value for target, value in self.written.values() if self.values.is_state(target)]
+        written = [value for target, value in self.written_tensors() if self.values.is_state(target)]
         self.effects += written
         self.values.check_current(self.effects)
         self.changes_state |= bool(written)

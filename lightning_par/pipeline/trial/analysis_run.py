@@ -37,7 +37,7 @@ from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.entry_points import call_start_hooks
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
 from lightning_par.trial.module_copy import TrainerView, stand_in
-from lightning_par.trial.step import Step
+from lightning_par.trial.step import Step, loss_in
 from lightning_par.trial.trial_run import quiet
 
 
@@ -128,6 +128,7 @@ def _told(error: Exception, name: str) -> Exception:
 @patches.SHARDED.installed()
 def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, Any]:
     axis, homes = asked.axis, asked.stages.homes
+    _refuse_own_classes(step)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, step)
     batch = map_tensors(cloned, step.batch)
@@ -164,7 +165,21 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run.outer, run.resets = (asked.outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
     run.effects += held(copy, homes.keys() - run.outer, batch, run)
     run.finish()
-    return run, run.followed(result)
+    result = run.followed(result)
+    if step.grad:
+        run.values.check_unseen(loss_in(result))
+    return run, result
+
+
+def _refuse_own_classes(step: Step) -> None:
+    """Raises NotImplementedError where a tensor of the batch is of a class that may do otherwise than torch's."""
+    for kind in {type(x) for x in tensors_in(step.batch)}:
+        if kind.__module__.partition(".")[0] not in ("torch", "lightning_par"):
+            raise NotImplementedError(
+                f"{step.name} is given a {kind.__module__.rpartition('.')[2]}.{kind.__name__} in its batch, which a "
+                "pipeline does not follow from stage to stage. Take plain tensors in on_after_batch_transfer, by "
+                "`x.as_subclass(torch.Tensor)`, or use TensorParallelStrategy."
+            )
 
 
 def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, guesses: Guesses) -> None:

@@ -43,6 +43,7 @@ def record_on_batch(run: Analysis, func: Any, name: str, args: Any, kwargs: Any)
     run.note_constants(index, (args, kwargs, result))
     run.shapes[index] = [tuple(x.shape) for x in tensors]
     run.values.made_of_batch(index, (args, kwargs), result)
+    run.note_alias(func, args, result)
     return result
 
 

@@ -35,7 +35,7 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
         kwargs: likewise.
         located: the values of the model among that.
     """
-    inputs, target = tensors_in((args, kwargs)), run.values.write_target(name, args)
+    inputs, target = tensors_in((args, kwargs)), run.values.write_target(name, args, run.behind)
     run.draws.begin()
     for x in located:
         run.use_parameter(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from lightning_par.pipeline.program.program import Key, StepEvent, is_located
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
-from lightning_par.private.graph import made_by
+from lightning_par.private.graph import made_by, node_of
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
 from lightning_par.sharded.rules.lookup import user_line
@@ -21,6 +21,13 @@ from lightning_par.trial.large_values import is_large
 _WRITES_INTO_VIEWS = (
     "writes a value that depends on the model into a tensor that did not, and of which there are other views that are "
     "used. A pipeline can't follow that: build the tensor from its parts, e.g. with torch.stack or torch.cat."
+)
+
+
+_WRITES_UNSEEN = (
+    "writes a value that depends on the model into a tensor of the module that was used before, through `.data` or "
+    "`.detach()`: backward then reads the new value. The stage of a pipeline that used it does not have that. Write "
+    "behind the backward, as in on_train_batch_end, use `x.clone()` before, or use TensorParallelStrategy."
 )
 
 
@@ -42,6 +49,10 @@ class StepValues:
         fresh: ids of tensors that functions of the batch alone made.
         stale: ids of tensors that share memory with one that a value of the model was written into since, and where:
             what they hold is there where that value is.
+        torn: views of tensors of the module that a value of the model was written into, and where: of the whole there
+            is no such value.
+        took: tensors of the module that values of the model were made of, with their nodes of the graph.
+        unseen: of those that were written into since such that autograd can't see it, with the place.
         memory_of_batch: of events of the batch alone.
         started: whether hooks of the start ran on the copy.
     """
@@ -56,6 +67,9 @@ class StepValues:
         self.kept: list[Any] = [batch]
         self.fresh: set[int] = set()
         self.stale: dict[int, str] = {}
+        self.torn: list[tuple[Tensor, str]] = []
+        self.took: list[tuple[Tensor, Any]] = []
+        self.unseen: list[tuple[Any, str]] = []
         self.memory_of_batch: dict[int, Memory] = {}
         self.started = False
         self._homes = homes
@@ -79,6 +93,7 @@ class StepValues:
                 self.keys[id(x)] = (event, n)
                 self.nodes[event, n] = made_by(x)
                 self.memory.made((event, n), x)
+                self.took += [(y, made_by(x)) for y in inputs if not is_located(y) and self.is_state(y)]
         self.kept.append((inputs, result))
 
     def made_of_batch(self, event: int, given: Any, result: Any) -> None:
@@ -127,8 +142,13 @@ class StepValues:
             seen.update(event.inputs)
         return True
 
-    def write_target(self, name: str, args: Any) -> Tensor | None:
+    def write_target(self, name: str, args: Any, behind: Callable[[Tensor], Tensor]) -> Tensor | None:
         """The tensor of the batch alone that the function ``name`` writes a located value into, where it does so.
+
+        Args:
+            name: of the function.
+            args: what it is given.
+            behind: the tensor that one is another object for.
 
         Raises:
             NotImplementedError: a tensor that the step was given, or that the module holds, shares memory with it.
@@ -136,12 +156,16 @@ class StepValues:
         target = args[0] if args else None
         if not writes_into(name) or not isinstance(target, Tensor) or is_located(target):
             return None
-        place = f"{user_line()}: `{name}`"
+        place, base = f"{user_line()}: `{name}`", behind(target)
         for x in [x for kept in self.kept for x in tensors_in(kept)]:
-            if x is not target and not is_located(x) and _share(x, target):
+            if behind(x) is not base and not is_located(x) and _share(x, target):
                 if id(x) not in self.fresh:
                     raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
                 self.stale[id(x)] = place
+        if base is not target:
+            self.unseen += [(node, place) for x, node in self.took if node is not None and behind(x) is base]
+        if id(base) in self.batch_keys and self.is_state(base):
+            self.torn.append((target, place))
         return target
 
     def check_current(self, tensors: Iterable[Tensor]) -> None:
@@ -149,6 +173,26 @@ class StepValues:
         place = next((self.stale[id(x)] for x in tensors if id(x) in self.stale), None)
         if place is not None:
             raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
+
+    def check_whole(self, tensors: Iterable[Tensor]) -> None:
+        """Raises NotImplementedError where one of the ``tensors`` is in part what a value of the model was written
+        into."""
+        for view, place in self.torn:
+            if any(x is not view and not is_located(x) and _share(x, view) for x in tensors):
+                raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
+
+    def check_unseen(self, loss: Any) -> None:
+        """Raises NotImplementedError where the backward of ``loss`` would read what was written into since."""
+        unseen = dict(self.unseen)
+        waiting, met = [node_of(loss)] if unseen and isinstance(loss, Tensor) else [], set[Any]()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in met:
+                continue
+            if node in unseen:
+                raise NotImplementedError(f"{unseen[node]} {_WRITES_UNSEEN}")
+            met.add(node)
+            waiting += [other for other, _ in node.next_functions]
 
 
 def _share(x: Tensor, other: Tensor) -> bool:

@@ -47,6 +47,7 @@ def record_unit(
     run.handed.check_outside((args, kwargs))
     inputs = tensors_in((args, kwargs))
     run.values.check_current(inputs)
+    run.values.check_whole(inputs)
     sums, cuts = (0, 0) if run.axis is None else (run.axis.sums, run.axis.cuts)
     by_numbers, said = set[str](), None
     if run.axis is not None:

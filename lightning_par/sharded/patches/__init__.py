@@ -8,6 +8,7 @@ them: `lightning_par.sharded.patches.installed`.
     transforms: ``torch.vmap``, those of `torch.func`, and flex attention
     generator_states: `torch.get_rng_state` and `torch.cuda.get_rng_state`
     tensor_data: ``x.data = value``
+    subclasses: ``x.as_subclass(kind)``
     tensor_grad: ``x.grad``
     looked_at_gradients: ``x.grad``, while gradients are not what one device has
     module_hooks: full backward hooks of modules
@@ -15,6 +16,7 @@ them: `lightning_par.sharded.patches.installed`.
     backward: `torch.autograd.backward` and `torch.autograd.grad`
     gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
     kept_weights: ``nn.Module.register_parameter``
+    device_counts: `Trainer.num_devices`
     dummy_experiments: what Lightning gives ranks that log nothing
     advice: warnings of Lightning's
     worker_signals: what workers of a ``DataLoader`` do about SIGTERM
@@ -41,12 +43,13 @@ def _for_sharded_tensors() -> Iterable[Patch]:
         autograd_functions,
         checkpointing,
         module_hooks,
+        subclasses,
         tensor_data,
         transforms,
     )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch(), _compiled_graphs()  # fmt: skip
+        module_hooks.patch(), subclasses.patch(), _compiled_graphs()  # fmt: skip
 
 
 def _for_stored_weights() -> Iterable[Patch]:
@@ -136,6 +139,14 @@ def experiments(namespace: Namespace) -> Patches:
     return Patches(lambda: [patch(namespace)])
 
 
+@functools.cache
+def replica_counts(namespace: Namespace) -> Patches:
+    """For runs in which several devices share a model, as soon as hooks run."""
+    from lightning_par.sharded.patches.device_counts import patch
+
+    return Patches(lambda: [patch(namespace)])
+
+
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
     return (
@@ -148,4 +159,5 @@ def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
         RESUME_ADVICE,
         WORKER_SIGNALS,
         experiments(namespace),
+        replica_counts(namespace),
     )

@@ -324,3 +324,12 @@ def test_the_table_is_printed_with_and_without_rich(
 
 def test_the_plan_prints_itself(tied: StagePlan) -> None:
     assert str(tied).splitlines()[0] == "stage 0: tok, blocks.0-1 (48.6% of the cost, 80 parameters)"
+
+
+def test_all_calls_of_a_module_may_be_asked_for_in_one_stage() -> None:
+    view = (leaf("conv", 4.0, 4), leaf("norm", 1.0, 2), leaf("head", 3.0, 8))
+    twice = box("", *view, *view)
+    assert make_stage_plan(twice, 2).homes == {"conv": (0, 1), "norm": (0, 1), "head": (0, 1)}
+    plan = make_stage_plan(twice, 2, once=True)
+    assert plan.homes == {"conv": (0, 0), "norm": (1, 1), "head": (1, 1)}
+    assert [stage.share for stage in plan.stages] == [0.5, 0.5]

@@ -59,6 +59,7 @@ class UnitOutline:
         self._memories: dict[int, int] = {}
         self._numbers: list[int] = []
         self.words: tuple[Any, ...] | None = None
+        self.places: tuple[Any, ...] = ()
         try:
             with no_modes():
                 self._add(module)
@@ -88,8 +89,10 @@ class UnitOutline:
     def _add_object(self, kind: type, x: Any) -> None:
         if isinstance(x, Tensor):
             self._add_tensor(x)
-        elif kind in _SEQUENCES or isinstance(x, tuple):
+        elif kind in _SEQUENCES:
             self._add_all(kind, x)
+        elif isinstance(x, tuple):  # of a class that may count and give items in a way of its own
+            self._add_all(kind, tuple.__getitem__(x, slice(None)))
         elif kind in _MAPPINGS:
             self._add_mapping(kind, x)
         elif isinstance(x, nn.Module):

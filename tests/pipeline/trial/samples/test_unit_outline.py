@@ -167,3 +167,20 @@ def test_objects_that_have_no_dict_are_told_apart() -> None:
     for x in (itertools.count(), MappingProxyType({"a": 1}), iter([1]), threading.Lock(), (n for n in "ab")):
         assert words(x) == words(x) is not None
     assert words(itertools.count()) != words(itertools.count(5))
+
+
+class Uncounted(tuple[int, ...]):
+    """As e3nn's irreps are."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_tuples_are_read_in_pythons_way() -> None:
+    unit = Layer()
+    one, same, other = (UnitOutline(unit, (Uncounted(items),)) for items in ([1, 2], [1, 2], [1, 3]))
+    assert one.words is not None
+    assert one.places == same.places != other.places
