@@ -29,7 +29,6 @@ from lightning_par.pipeline.trial.fake_step import FakeRun
 from lightning_par.pipeline.trial.function_event import record_data, record_function
 from lightning_par.pipeline.trial.metric_event import record_metric
 from lightning_par.pipeline.trial.read_event import record_read
-from lightning_par.pipeline.trial.samples.tried_units import TriedUnits
 from lightning_par.pipeline.trial.side_inputs import Handed
 from lightning_par.pipeline.trial.step_values import StepValues
 from lightning_par.pipeline.trial.survey import Seen
@@ -102,8 +101,8 @@ class Analysis(FakeRun):
         with_hooks: calls of units within which hooks of the user's hang on modules, by event.
         passed: what calls of units return that are passed by, as on other ranks, by event.
         hooks_on_gradients: on modules of the copy, as the step begins.
-        tried: of units whose like is not tried again: whether they do the same on plain tensors, and what they draw
-            there.
+        tried: of units whose like is tried once, by what they are: whether they do the same on plain tensors, and what
+            they draw there.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Analysis(FakeRun):
         self.handed = Handed(self.homes, self.values.keys, self.values.names)
         self.lent, self.changes = Lent(), UnitChanges(nn.Module(), frozenset())
         self.tries_units = True
-        self.tried = TriedUnits[tuple[bool, tuple[PartDrawn, ...]]]()
+        self.tried: dict[Any, tuple[bool, tuple[PartDrawn, ...]]] = {}
         self.resetting: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext()
         self.tags: dict[int, str] = {}
         self.transformed: Transformed | None = None  # while it runs

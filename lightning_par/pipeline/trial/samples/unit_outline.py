@@ -34,22 +34,18 @@ class _UnclearError(Exception):
 class UnitOutline:
     """Of one call of a unit; equal ones differ in nothing that its code could go by, but for its weights' values.
 
-    What it is given, and whole numbers among the attributes of modules, as their places are, stand apart.
-
     Args:
         module: the unit.
         given: its arguments.
 
     Attributes:
-        words: of the unit, to be compared; None where nothing counts as like it.
-        places: of what it is given, and the whole numbers that its modules hold, in order.
+        words: to be compared; None where nothing counts as like it.
 
     Example::
 
         x = torch.ones(2, 4)
         a, b = UnitOutline(nn.Linear(4, 4), x), UnitOutline(nn.Linear(4, 4), x)
         assert a.words != b.words  # weights that are no fakes are compared by value
-        assert a.places == b.places
     """
 
     def __init__(self, module: nn.Module, given: Any) -> None:
@@ -57,15 +53,12 @@ class UnitOutline:
         self._seen: dict[int, int] = {}
         self._held: list[Any] = []  # ids stay valid as long as these live
         self._memories: dict[int, int] = {}
-        self._numbers: list[int] = []
         self.words: tuple[Any, ...] | None = None
-        self.places: tuple[Any, ...] = ()
         try:
             with no_modes():
                 self._add(module)
-                words, self._words = self._words, []
                 self._add(given)
-            self.words, self.places = tuple(words), (tuple(self._words), *self._numbers)
+            self.words = tuple(self._words)
         except (_UnclearError, RecursionError):
             pass
 
@@ -95,10 +88,9 @@ class UnitOutline:
             self._add_all(kind, tuple.__getitem__(x, slice(None)))
         elif kind in _MAPPINGS:
             self._add_mapping(kind, x)
-        elif isinstance(x, nn.Module):
-            self._add_module(kind, {key: value for key, value in vars(x).items() if key != CALL})
-        elif _is_its_attributes(x, kind):
-            self._add_mapping(kind, vars(x))
+        elif isinstance(x, nn.Module) or _is_its_attributes(x, kind):
+            own = {key: value for key, value in vars(x).items() if key != CALL}
+            self._add_mapping(kind, own)
         elif kind is deque:
             self._add_all(kind, (x.maxlen, *x))
         elif kind in _SETS and all(type(value) is str for value in x):
@@ -118,12 +110,6 @@ class UnitOutline:
         for key, value in x.items():
             self._add(key)
             self._add(value)
-
-    def _add_module(self, kind: type, attributes: Mapping[str, Any]) -> None:
-        numbers = {key: value for key, value in attributes.items() if type(value) is int}
-        self._numbers += numbers.values()
-        self._words.append(tuple(numbers))
-        self._add_mapping(kind, {key: value for key, value in attributes.items() if key not in numbers})
 
     def _add_tensor(self, x: Tensor) -> None:
         if isinstance(x, ShardedTensor):

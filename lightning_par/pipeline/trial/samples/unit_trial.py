@@ -69,9 +69,8 @@ def acts_plainly(
     _refuse_samples(path, lead, after, left)
     lone = bool(left) or run.draws.owned or run.values_read > reads or outline.words is None
     like = None if lone else (outline.words, viewed.outline, bool(drawn))
-    known = None if like is None else run.tried.find(like, outline.places)
-    if known is not None:
-        plain, run.draws.parts = known
+    if like in run.tried:
+        plain, run.draws.parts = run.tried[like]
         run.draws.drawn = drawn
         return result, plain
     try:
@@ -82,7 +81,7 @@ def acts_plainly(
         after.restore()
         run.draws.drawn, run.mixing = drawn, None
     if like is not None and run.values_read == reads:
-        run.tried.keep(like, outline.places, (plain, run.draws.parts))
+        run.tried[like] = plain, run.draws.parts
     return result, plain
 
 
