@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import sysconfig
 import types
@@ -71,7 +72,8 @@ def _is_of_installers(place: Path) -> bool:
 @functools.cache
 def _recorded(folder: Path) -> frozenset[str]:
     """What installers put into a folder, as they note there (the "RECORD" of PyPA's specifications)."""
-    records = [record.read_text(errors="replace") for record in folder.glob("*.dist-info/RECORD")]
+    found = (record for record in folder.glob("*.dist-info/RECORD") if os.access(record, os.R_OK))
+    records = [record.read_text(errors="replace") for record in found]
     return frozenset(line.partition(",")[0].partition("/")[0] for text in records for line in text.splitlines())
 
 

@@ -117,10 +117,11 @@ def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:
 
 
 def _reached_by_torchs_own(loss: Tensor) -> frozenset[int] | None:
-    """The ids of the leaves that the backward of ``loss`` adds a gradient to; None where a `torch.autograd.Function` is
-    on the way, as a module's backward hook is, which may give none. Torch's own nodes give one to all behind them."""
+    """The ids of the leaves that the backward of ``loss`` adds a gradient to; None where what is on the way may give
+    none: a `torch.autograd.Function`, as a module's backward hook is, and functions of lists, of whose results some may
+    not be used. Torch's other nodes give one to all behind them."""
     nodes = nodes_behind(loss) or ()
-    if any(function_of(type(node)) is not None for node in nodes):
+    if any(function_of(type(node)) is not None or node.name().startswith("Foreach") for node in nodes):
         return None
     return frozenset(id(node.variable) for node in nodes if type(node) is Accumulation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -120,17 +121,24 @@ class _Keeps(torch.autograd.Function):
 
 
 class Drops(Base):
-    def __init__(self, own: bool) -> None:
+    def __init__(self, joined: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.c, self.own = nn.Linear(C, C), own
+        self.c, self.joined = nn.Linear(C, C), joined
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = self(batch[0]), self.c(batch[0])
-        return (_Keeps.apply(x, y) if self.own else x + y).square().mean()
+        return self.joined(self(batch[0]), self.c(batch[0])).square().mean()
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_what_a_function_of_the_users_gives_no_gradient_gets_none(own: bool) -> None:
-    step = Step(Drops(own), "training_step", [torch.randn(4, C)], (0,), nullcontext, True, torch.device("cpu"))
-    left = set() if own else {"c.weight", "c.bias"}
+@pytest.mark.parametrize(
+    ("joined", "drops"),
+    [
+        (_Keeps.apply, True),
+        (lambda x, y: torch._foreach_mul([x, y], 2.0)[0], True),
+        (lambda x, y: x + y, False),
+    ],
+    ids=["own function", "one of a list", "sum"],
+)
+def test_what_is_given_no_gradient_on_the_way_gets_none(joined: Any, drops: bool) -> None:
+    step = Step(Drops(joined), "training_step", [torch.randn(4, C)], (0,), nullcontext, True, torch.device("cpu"))
+    left = set() if drops else {"c.weight", "c.bias"}
     assert expected_gradients.expected_gradients(step) == {"a.weight", "a.bias", "b.weight", "b.bias"} | left
