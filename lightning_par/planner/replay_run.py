@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.positions import Positions
-from lightning_par.pipeline.run.backward import SplitBackward, backward
+from lightning_par.pipeline.run.backward import SplitBackward, backward, with_zeros
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.crossing_values import handed_on, leaving, nbytes, received
 from lightning_par.planner.gathered_blocks import GatheredBlocks
@@ -285,7 +285,7 @@ class ReplayRun:
         with unshared():  # gradients are summed up where steps are, not here
             split = SplitBackward() if self.place.split else None
             with counted("B" if split is None else "I"):
-                found = (backward if split is None else split.inputs)(roots, grads, inputs)
+                found = with_zeros((backward if split is None else split.inputs)(roots, grads, inputs), inputs)
                 memories = {memory_of(x): (id(y), x.untyped_storage().nbytes()) for x, y in zip(found, inputs)}
                 del found
                 self.values |= after

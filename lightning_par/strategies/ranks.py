@@ -154,8 +154,7 @@ class RanksMixin(DeviceCountsMixin, HangWatchMixin):
             self._come("training batch", "came to the next batch")
             if self._preemption is not None:
                 self._preemption.before_batch()
-        # Over stages a step is known by the first batch of its kind: what gradients it has, if it returns None there?
-        if self._groups is not None and self.groups.pipeline.size == 1 and met_a_skipped_step(sys._getframe(1)):
+        if self._groups is not None and met_a_skipped_step(sys._getframe(1)):
             return self.groups.data.size
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 

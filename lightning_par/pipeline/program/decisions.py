@@ -1,8 +1,8 @@
 """What a step decides by numbers of the whole batch, which is cut into microbatches, none of which has them.
 
-A guard, as ``if torch.isnan(loss): raise``, leads to the same program or to an exception, so that microbatches can go
-by the answer that does not raise. What lies behind the last unit runs once more on the whole batch, where the guard
-sees the true value and raises as on one device.
+A guard, as ``if torch.isnan(loss): raise`` or ``return None``, leads to the same program, to an exception or to no
+loss, so that microbatches can go by the other answer. What lies behind the last unit runs once more on the whole batch,
+where the guard sees the true value and raises, or skips the step, as on one device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.sharded.tensor import full
 from lightning_par.trial.guesses import TRIES, EndlessError, Guesses
 from lightning_par.trial.guesses import Key as Question
+from lightning_par.trial.step import loss_in
 
 Outline = tuple[Any, ...]
 Again = Callable[[Guesses], tuple[Analysis, Any]]
 
 
 def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program) -> None:
-    """See that whatever the step decides, it does the same or raises.
+    """See that whatever the step decides, it does the same, raises or returns no loss.
 
     Args:
         run: the recorded run.
@@ -49,7 +50,7 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
                 continue
             seen += 1
             other = Guesses(guesses.with_other(place))
-            if early or seen > TRIES or not (_leads_to(again, other, outline) or _raises(whole, other)):
+            if early or seen > TRIES or not (_leads_to(again, other, outline) or _is_guard(whole, other)):
                 file, line, _ = place[1]
                 raise SamplesMixError(f"the step decides by a value of the whole batch at {file}:{line}")
             if other.ended:
@@ -66,13 +67,13 @@ def _leads_to(again: Again, guesses: Guesses, outline: Outline) -> bool:
     return _outline(other) == outline
 
 
-def _raises(whole: Again, guesses: Guesses) -> bool:
-    """Whether the user's code raises by these guesses, at an answer that no microbatch goes by."""
+def _is_guard(whole: Again, guesses: Guesses) -> bool:
+    """Whether the user's code raises by these guesses or returns no loss, at an answer that no microbatch goes by."""
     try:
-        whole(Guesses(guesses.patterns))
+        _, result = whole(Guesses(guesses.patterns))
     except (Exception, EndlessError) as error:
         return _is_users(error)
-    return False
+    return loss_in(result) is None
 
 
 def _outline(run: Analysis) -> Outline:
@@ -104,7 +105,9 @@ def refuse_another_loss(loss: Tensor | None, parts: Sequence[Tensor]) -> None:
     The whole batch led elsewhere behind the last unit than its microbatches were led, which have the gradients.
     """
     shares = torch.stack([full(x).double() for x in parts] or [torch.zeros(())])
-    if loss is None or _differ(float(full(loss)), float(shares.sum()), 1e-2 * float(shares.abs().max())):
+    if loss is None:  # the step is skipped, with what its microbatches brought
+        return
+    if _differ(float(full(loss)), float(shares.sum()), 1e-2 * float(shares.abs().max())):
         raise RuntimeError(
             "By values of this batch the step computes another loss than for microbatches of it, which don't have "
             "them. Write microbatches=1."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.tape import Tape
 from lightning_par.pipeline.run.located import RecordedRun
-from lightning_par.pipeline.trial.call_context import content_of, told_to
+from lightning_par.pipeline.trial.call_context import content_of, flags_of, modes_around, told_to
 from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
 from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.trial.step import loss_in
 
 
 class ChangedError(Exception):
@@ -38,6 +40,7 @@ class DryRun(RecordedRun):
         self.memo = memo
         self.names: dict[int, Key] = {}  # of absent tensors
         self.tape = tape  # notes what it meets
+        self._regions: set[int] = set()  # those that it has come to
 
     def __enter__(self) -> Any:
         if self.tape is not None:
@@ -64,11 +67,11 @@ class DryRun(RecordedRun):
         inputs = tuple([names[key] for key in map(id, tensors) if key in names])
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
-        left = program.leaves and isinstance(func, str)  # units may go by what others leave from now on
-        cut = program.microbatches > 1
-        if (cut or left) and record.kind == "located":
-            content = content_of(self._without_samples(tensors)) if record.by_content and cut else ()
-            told = told_to(func, args, kwargs, names, record.by_numbers) + content
+        # by them, and by the flags that a unit is told, go the gradients, of a whole batch, too
+        if record.around and modes_around() != record.around:
+            raise ChangedError(f"{user_line()}: whether {func} keeps gradients, or which dtype autocast gives it")
+        if record.kind == "located" and (program.microbatches > 1 or isinstance(func, str)):
+            told = self._told(func, args, kwargs, record, tensors)
             record.told = told if record.told is None else record.told
             if record.told != told:
                 raise ChangedError(f"{user_line()}: what {func} is told")
@@ -86,6 +89,14 @@ class DryRun(RecordedRun):
             for n, (key, located) in enumerate(record.returned):
                 (names if located else self.memo.keys)[key] = (index, n)
         return index, record
+
+    def _told(self, func: Any, args: Any, kwargs: Any, record: StepEvent, tensors: list[Tensor]) -> tuple[Any, ...]:
+        """What an event is told beside tensors, so far as another program may follow from it."""
+        cut = self.program.microbatches > 1
+        content = content_of(self._without_samples(tensors)) if record.by_content and cut else ()
+        told = told_to(func, args, kwargs, self.names, record.by_numbers) + content
+        # units may go by what others leave from now on
+        return told if cut or self.program.leaves else flags_of(told)
 
     def _without_samples(self, tensors: list[Tensor]) -> list[Tensor]:
         """Those of the batch alone that are the same for all samples."""
@@ -121,6 +132,27 @@ class DryRun(RecordedRun):
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._next(("metric", method), args, kwargs)[1].result
 
+    def see_loss(self, result: Any) -> None:
+        """The step has returned ``result``: gradients come from the loss in it.
+
+        Raises:
+            ChangedError: it is another value of the model than in the program, or there is none, or there was none.
+        """
+        losses = loss_in(result), loss_in(self.program.result)
+        mine, known = ((x is None, self.names.get(id(x))) for x in losses)
+        if mine != known:
+            raise ChangedError("which loss it returns")
+
+    @contextmanager
+    def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
+        first, known = self.count, self.program.regions
+        self._regions.add(first)
+        yield True
+        if known.get(first) != self.count:
+            raise ChangedError(f"{user_line()}: what is computed again in backward")
+
     def finish(self) -> None:
         if self.count != len(self.program.events):
             raise ChangedError("the step ended early")
+        if self._regions != self.program.regions.keys():
+            raise ChangedError("what is computed again in backward")

@@ -18,7 +18,7 @@ from lightning_par.pipeline.program.held_objects import HeldByUnits
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape, may_be_taped
-from lightning_par.pipeline.trial.code_attributes import Attributes
+from lightning_par.pipeline.trial.code_attributes import Attributes, flags_among
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.trial.step import Step, call_step
 
@@ -92,7 +92,9 @@ class Matching:
             step.context(),
         ):
             with run:
-                result = call_step(self.module, step)
+                result = run.followed(call_step(self.module, step))
+            if step.grad:
+                run.see_loss(result)
             if run.tape is not None:
                 run.tape.end(result)
             self._see_what_is_set(program, deciding)
@@ -144,7 +146,8 @@ class Matching:
         Raises:
             ChangedError: it set something else than when ``program`` was made.
         """
-        found = dict(self.attributes.changed_since(deciding)) if program.microbatches > 1 else {}
+        said = self.attributes.changed_since(deciding)
+        found = dict(said if program.microbatches > 1 else flags_among(said))
         found |= {f"a hook on {name}": n for name, n in self.hooks.now()} if self.watch.hooks.moved() else {}
         _, known = self._set_within.setdefault(id(program), (program, found))
         if found != known:

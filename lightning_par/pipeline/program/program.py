@@ -42,6 +42,7 @@ class StepEvent:
         inputs: the located values that it takes, in order.
         result: what it returned in the analysis; its tensors stand for absent values.
         place: ``file:line`` of the user's code.
+        around: the modes that the user's code has set around it, as `modes_around` tells them.
         shares: for sums of shares with something that is not a share: its arguments that are scaled to one.
         cuts: whether it is given the microbatch's samples of tensors that depend on the batch alone, not the whole.
         unsized: whether the shape of its result depends on values of the model.
@@ -72,6 +73,7 @@ class StepEvent:
     inputs: tuple[Key, ...]
     result: Any
     place: str
+    around: tuple[Any, ...] = ()
     shares: tuple[int, ...] = ()
     cuts: bool = False
     unsized: bool = False
@@ -146,6 +148,7 @@ class Program:
         deciding: the numbers on modules, by name, and attributes of the trainer that code within units goes by.
         regions: the first event of a region that backward is to run again, and the first one behind it.
         patterns: of the guesses by which the step decides.
+        decides: whether it decides anything by values of the model.
         overwritten: the parameters, and buffers within units, that the step writes into.
         casts_once: whether no parameter is taken twice by what autocast may run in low precision.
         keeping: the units that change Python state, by their own code or by hooks on them.
@@ -195,6 +198,7 @@ class Program:
     hooked_later: tuple[tuple[int, int, str], ...] = ()
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)
+    decides: bool = False
     local_events: Memo[Any, Any] = field(default_factory=Memo)
     shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     drawing: set[int] = field(default_factory=set)

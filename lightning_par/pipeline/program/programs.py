@@ -20,7 +20,7 @@ from lightning_par.pipeline.program.matching import Matching
 from lightning_par.pipeline.program.prepared_step import Part, Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.trial.code_attributes import Attributes
+from lightning_par.pipeline.trial.code_attributes import Attributes, flags_among
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study
 from lightning_par.private.lightning_modules import trainer_of
@@ -193,8 +193,15 @@ class Programs:
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
             trained = hash(tuple(map(_requires_grad, map(_second, self.tree.parameters())))) if step.grad else 0
         modes = hash(tuple(map(_training, map(_second, self.tree.modules()))))
-        said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
-        return step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known, said
+        shapes = step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known
+        numbers = microbatches > 1 or self.studies.get(shapes, 0) <= MOST_STUDIES
+        return *shapes, self._said(numbers) if microbatches > 1 or step.grad else 0
+
+    def _said(self, numbers: bool) -> int:
+        """Of what attributes and the trainer say to units: of a batch that is not cut, too, they may decide to which
+        values a gradient comes. That by flags alone, where ``numbers`` have said something else all the time."""
+        said = (*self.attributes.changed_since(self.deciding), *enumerate(self._of_trainer()))
+        return hash(said if numbers else flags_among(said))
 
     def _is_first(self, signature: Any) -> bool:
         """Whether all ranks meet a batch of its kind for the first time; they alone may know of other reasons to study

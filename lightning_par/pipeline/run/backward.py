@@ -26,7 +26,7 @@ from torch.utils.checkpoint import GraphExecGroup
 Grads = tuple[Tensor | None, ...]
 
 
-def backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+def backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Grads:
     """The whole backward: gradients of parameters are accumulated in their ``.grad``, those of ``inputs`` returned.
 
     Args:
@@ -35,7 +35,7 @@ def backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: 
         inputs: leaves.
 
     Returns:
-        One gradient for each input, zeros where none arrived; the inputs keep none.
+        One gradient for each input, None where none arrived; the inputs keep none.
 
     Example::
 
@@ -44,12 +44,17 @@ def backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: 
     """
     if outputs:
         torch.autograd.backward(outputs, grads)
-    return [_taken(x) for x in inputs]
+    return tuple(map(_taken, inputs))
 
 
-def _taken(x: Tensor) -> Tensor:
+def with_zeros(grads: Grads, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of ``inputs``, with zeros for those where none arrived."""
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
+
+
+def _taken(x: Tensor) -> Tensor | None:
     grad, x.grad = x.grad, None
-    return torch.zeros_like(x) if grad is None else grad
+    return grad
 
 
 class SplitBackward:
@@ -71,9 +76,7 @@ class SplitBackward:
         """Why `inputs` did the whole backward, where it did."""
         self._late: list[_Late] = []
 
-    def inputs(
-        self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def inputs(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Grads:
         """The gradients of ``inputs``; arguments and result as of `backward`. Drop ``outputs`` afterwards.
 
         With no inputs there is nothing to compute, and all is left to `weights`.
@@ -82,7 +85,7 @@ class SplitBackward:
         roots = [(get_gradient_edge(x), _root_grad(x, grad)) for x, grad in zip(outputs, grads, strict=True)]
         if not inputs:
             self._late = [_Late(roots, None, [])] if roots else []  # as on the first stage: it has nothing to send on
-            return []
+            return ()
         graph = _Graph([edge.node for edge, _ in roots])
         self.unsplit = graph.obstacle()
         if self.unsplit:
@@ -102,7 +105,7 @@ class SplitBackward:
             for handle in handles:
                 handle.remove()
         self._late = [rest for block in late if (rest := block.rest(roots, met)).roots]
-        return [_taken(x) for x in inputs]
+        return tuple(map(_taken, inputs))
 
     def weights(self) -> None:
         """Accumulate the weights' gradients in their ``.grad``, and let go of the graph."""

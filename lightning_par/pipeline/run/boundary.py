@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
 from lightning_par.pipeline.program.program import Key, Program
-from lightning_par.pipeline.run.backward import SplitBackward, backward
+from lightning_par.pipeline.run.backward import SplitBackward, backward, with_zeros
 from lightning_par.pipeline.run.errors import OtherStageError
 from lightning_par.pipeline.run.message_plan import Message, Traffic, Way
 from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
@@ -17,6 +17,7 @@ from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.timetable import Exchange
 from lightning_par.private.tensors import with_node
 from lightning_par.sequence.staged_tokens import Tokens
+from lightning_par.sharded.backward_reach import behind
 from lightning_par.sharded.tensor import ShardedTensor
 
 Value = tuple[int, Key, int]
@@ -29,6 +30,7 @@ class Held:
 
     leaves: list[Tensor] = field(default_factory=list)  # received, wanting a gradient, in the order of `Routes.coming`
     outputs: list[Tensor] = field(default_factory=list)  # sent on, wanting a gradient, or the loss
+    others: dict[Key, Tensor] = field(default_factory=dict)  # received leaves to which no gradient should come
     split: SplitBackward | None = None
 
 
@@ -55,6 +57,7 @@ class Crossing:
         self._takers = traffic.readers(rank)  # stages that have not taken theirs
         self._grads: dict[Value, Tensor] = {}  # the sum so far, of stages of this rank
         self._givers = self._takers.copy()  # that have not given theirs
+        self._reached: dict[tuple[int, int], bool] = {}  # whether a backward of the second stage came to the first one
 
     def _wanted(self, keys: Iterable[Key], microbatch: int) -> list[Key]:
         wanted = self.traffic.wanted(microbatch)
@@ -111,6 +114,8 @@ class Crossing:
             # a leaf for each stage that takes it, of which this rank may have two
             arrived[key] = arrived[key].detach().requires_grad_()
             held.leaves.append(arrived[key])
+        for key in self._others(arrived, program, microbatch):
+            held.others[key] = arrived[key] = arrived[key].detach().requires_grad_()
 
         def value(key: Key) -> Tensor:
             x = arrived[key]
@@ -121,6 +126,34 @@ class Crossing:
             return wrapped(x, model, axis)
 
         return value
+
+    def _others(self, arrived: Iterable[Key], program: Program, microbatch: int) -> list[Key]:
+        """Values that have a graph, and to which no gradient came when the step was recorded."""
+        if not self.traffic.schedule.trains:
+            return []
+        wanted = self.traffic.wanted(microbatch)
+        return [key for key in arrived if key not in wanted and program.values[key].requires_grad]
+
+    def refuse_lost_gradients(self, stage: int, microbatch: int) -> None:
+        """Once a stage's forward has run, see where its backward will go.
+
+        Raises:
+            OtherStageError: to a value whose gradient no other stage waits for.
+        """
+        held = self.held[stage, microbatch]
+        if not held.others:
+            return
+        reached = {id(x) for x in behind(held.outputs).leaves}
+        for key, leaf in held.others.items():
+            if id(leaf) in reached:
+                place = self.programs[microbatch].events[key[0]].place
+                raise OtherStageError(
+                    f"{place}: this time the loss has a gradient with respect to the value that is made here, to which "
+                    "none came when the step was recorded: the stages that made it don't wait for one, and would train "
+                    "without. Which values the loss depends on must follow from the batch, flags and whole numbers on "
+                    "modules, not from values of the model or from counts of calls. Let it depend on both in any case, "
+                    "as by torch.where, or use TensorParallelStrategy."
+                )
 
     def _take(self, value: Value, stage: int) -> Tensor:
         source, key, microbatch = value
@@ -209,11 +242,29 @@ class Crossing:
             leaves = backward(outputs, given, held.leaves)
         if held.split is None:
             del self.held[stage, microbatch]
+        if outputs:
+            self._note_reached(stage, microbatch, leaves)
+        back = with_zeros(leaves, held.leaves)
         held.outputs = []  # they would hold the whole graph until W
         arrivals = self.programs[microbatch].routes.coming[stage]
         sources = [(source, key, microbatch) for key, source in arrivals if key in self.traffic.wanted(microbatch)]
-        for value, grad in zip(sources, leaves, strict=True):
+        for value, grad in zip(sources, back, strict=True):
             self._give(value, grad)
+
+    def _note_reached(self, stage: int, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+        arrivals, wanted = self.programs[microbatch].routes.coming[stage], self.traffic.wanted(microbatch)
+        for source, grad in zip((source for key, source in arrivals if key in wanted), grads, strict=True):
+            self._reached[source, stage] = self._reached.get((source, stage), False) or grad is not None
+
+    def unreached(self) -> int | None:
+        """A stage whose values this rank alone takes, and to none of which a gradient came in any microbatch, though
+        there is a loss, and one came when the step was recorded."""
+        for source in {source for source, _ in self._reached}:
+            leaving, at = self.programs[0].routes.leaving[source], self.programs[0].at
+            takers = {stage for key in self._wanted(leaving, 0) for stage in leaving[key]}
+            if all(at[stage] == self.rank and self._reached.get((source, stage)) is False for stage in takers):
+                return source
+        return None
 
     def _give(self, value: Value, grad: Tensor) -> None:
         """Once all stages of this rank have given their gradient of a value, it goes to the value's own rank."""

@@ -127,13 +127,33 @@ class Engine:
         shares = casts.lowers and once and schedule.under_way[self.axis.rank] > 1
         with gradients.collected() as apart, casts.kept(named) if shares else nullcontext():
             effects = ForwardBackward(self, ready, schedule, scale, key, apart, settle, gradients.finals).run()
-        gradients.finish(expected)
+        gradients.finish(compared=expected is not None)
         self.messenger.finish()
         gradients.land()
         # done already where hooks in the backwards may meet what the step did
         result = settled[0] if settled else self._settle(step, ready, effects)
         loss = loss_in(result)
-        return result if loss is None else _with_loss(result, gradients.delivered(loss))
+        if loss is None:
+            self._skipped(ready, seen)
+            return result
+        if expected is not None:
+            gradients.check(expected)
+        return _with_loss(result, gradients.delivered(loss))
+
+    def _skipped(self, ready: Prepared, seen: bool) -> None:
+        """A step returned no loss: its gradients are dropped, if it was ready for some, and none were compared.
+
+        Raises:
+            RuntimeError: hooks have met them.
+        """
+        if ready.program in self._compared:
+            self._compared.remove(ready.program)
+        if seen and loss_in(ready.program.result) is not None:
+            raise RuntimeError(
+                f"{ready.step.name} returned no loss for this batch, by values of the model, when the pipeline had run "
+                "its backward already, in which hooks have met gradients that are none on one device. Decide by the "
+                "batch, take the hooks off, or use TensorParallelStrategy."
+            )
 
     def _prepared(self, step: Step, microbatches: int) -> Prepared:
         """A training step, whose microbatches may be batches of their own."""
@@ -190,7 +210,14 @@ class Engine:
             found = {name: grad for name, grad in zip(named, apart.found(), strict=True) if grad is not None}
         self.messenger.finish()
         loss = loss_in(effects.result)
+        if ready.program.decides and self._is_skipped(ready.program, loss):
+            return {}
         return found if loss is None else {"the loss": full(loss.detach()), **found}
+
+    def _is_skipped(self, program: Program, loss: Tensor | None) -> bool:
+        """Whether the step returned no ``loss``, as the rank of the last stage knows."""
+        known = self.axis.all_gather_object(loss is None, "expected")
+        return bool(known[program.last_rank])
 
     def evaluate(self, step: Step, microbatches: int, key: tuple[int, ...]) -> Any:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""

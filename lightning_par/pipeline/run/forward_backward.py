@@ -102,6 +102,7 @@ class ForwardBackward:
                 for trace in traces:
                     trace.append(span)
         progress.event = None
+        self._see_reach()
         effects = self._end_forwards() if self._effects is None else self._effects
         if self.meets and not self.rehearses:
             self.in_backward.end()
@@ -161,6 +162,7 @@ class ForwardBackward:
                 self.crossing.hand_on(stage, microbatch, run.outputs())
             elif step.grad:
                 self._hold_loss(stage, microbatch, result)
+            self.crossing.refuse_lost_gradients(stage, microbatch)
         if last:
             self.outputs.add(microbatch, run, effects)
 
@@ -194,6 +196,21 @@ class ForwardBackward:
         if action.op == "W":  # of which the whole has run with the inputs' part
             return nullcontext()
         return self.in_backward.stage()
+
+    def _see_reach(self) -> None:
+        """Raises RuntimeError where a stage gets zeros for gradients, and none on one device."""
+        source = self.crossing.unreached() if self.engine.verify and not self.rehearses else None
+        if source is not None:
+            program = self.ready.program
+            places = sorted({program.events[key[0]].place for key in program.routes.leaving[source]})
+            raise RuntimeError(
+                f"{self.ready.step.name}: this time no gradient comes to what stage {source} of the pipeline makes, at "
+                f"{places[0]}, as one did when the step was recorded. Its parameters would get zeros for gradients, "
+                "and get none on one device, which optimizers with momentum or weight decay tell apart. Whether it "
+                "gets one must follow from the batch, flags and whole numbers on modules. Let it get one in any case, "
+                "as by adding `0 * x.sum()` to the loss, use TensorParallelStrategy, or verify=False to train all the "
+                "same."
+            )
 
     def _tell(self, telling: Telling) -> None:
         if telling.kind == "forward":

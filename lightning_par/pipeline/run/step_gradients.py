@@ -41,7 +41,7 @@ class StepGradients:
         gradients = StepGradients(engine, ready, named, scale, ahead)
         with gradients.collected() as apart:
             ...  # the forwards and backwards
-        gradients.finish(expected)
+        gradients.finish(compared=False)
         gradients.land()
         loss = gradients.delivered(loss)
     """
@@ -63,6 +63,7 @@ class StepGradients:
         self._unfinished = self._found_later() if seen else None
         self.finals = None if self._ahead is None else self._follow(self._ahead)
         self._found: dict[Tensor, Tensor | None] = {}
+        self._got: set[str] = set()  # those that have a gradient, where that is compared
 
     def _found_later(self) -> UnfinishedGradients:
         programs, named = self._engine.programs, self._named
@@ -101,24 +102,29 @@ class StepGradients:
         gradient_shares.watch_looks()
         self._watched.enter_context(self._unfinished.watched())
 
-    def finish(self, expected: frozenset[str] | None) -> None:
+    def finish(self, compared: bool) -> None:
         """Sum what several ranks have a part of, and send what is to be averaged. All ranks must call it.
 
         Args:
-            expected: the parameters that have a gradient on one device, if that is known.
+            compared: whether `check` will be called.
         """
         own, self._found = self._found, self._engine.finish_gradients(self._found)
         if self._ahead is not None:
             self._ahead.send_rest(self._found)
-        if expected is not None:
-            self._check(expected, own)
+        if compared:
+            self._got = self._with_gradient(own)
 
-    def _check(self, expected: frozenset[str], own: Mapping[Tensor, Tensor | None]) -> None:
+    def check(self, expected: frozenset[str]) -> None:
+        """Raises RuntimeError where other parameters have a gradient than those ``expected``, which have one on one
+        device."""
+        refuse_others(expected, self._got, self._named, self._engine.axis.rank)
+
+    def _with_gradient(self, own: Mapping[Tensor, Tensor | None]) -> set[str]:
+        """The names of those that have a gradient, as this rank's ``own`` or once it is summed."""
         found, named, module = self._found, self._named, self._engine.module
         parts = {name: leaf(p) for name, p in module.named_parameters()}  # stored parameters have theirs there
         places = {n: (own[p], found.get(p), found.get(parts.get(n, p))) for n, p in named.items()}
-        got = {n for n, there in places.items() if any(x is not None for x in there)}
-        refuse_others(expected, got, named, self._engine.axis.rank)
+        return {n for n, there in places.items() if any(x is not None for x in there)}
 
     def land(self) -> None:
         """Wait for the averages, once the step's messages are done: gradients may share memory with these."""

@@ -25,6 +25,7 @@ from lightning_par.pipeline.program.read_only_inputs import Lent
 from lightning_par.pipeline.program.routes import Use
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.batch_event import record_on_batch
+from lightning_par.pipeline.trial.call_context import modes_around
 from lightning_par.pipeline.trial.fake_step import FakeRun
 from lightning_par.pipeline.trial.function_event import record_data, record_function
 from lightning_par.pipeline.trial.metric_event import record_metric
@@ -271,7 +272,9 @@ class Analysis(FakeRun):
         """Note an event that took ``inputs`` and returned ``result``."""
         values, index = self.values, len(self.events)
         self.lent.about_to_take(filter(values.is_of_batch, inputs))
-        event = StepEvent(func, kind, values.keys_of(inputs), twin(result), user_line())  # user code may write into it
+        event = StepEvent(
+            func, kind, values.keys_of(inputs), twin(result), user_line(), modes_around()
+        )  # it may be written into
         self.draws.end(event)
         event.given = tuple(tuple(x.shape) for x in inputs if values.is_of_batch(x))
         self.events.append(event)

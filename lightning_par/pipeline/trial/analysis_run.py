@@ -94,7 +94,9 @@ class AnalysisRun:
             except (Exception, EndlessError) as failure:  # the user's code may raise by a wrong guess
                 error = failure
             turns = guesses.endless is not None  # of a loop, which come to nothing
-            return Trial((found, error), guesses, (error is None, 0 if turns else guesses.work), error is None)
+            ended = error is None
+            trains = ended and not self._skips(found)
+            return Trial((found, error), guesses, (ended, trains, 0 if turns else guesses.work), trains)
 
         best = explore(trial, patterns)
         found, error = best.value
@@ -106,6 +108,11 @@ class AnalysisRun:
         if error is not None:
             raise _told(error, self.step.name) from error
         return found
+
+    def _skips(self, found: tuple[Analysis, Any] | None) -> bool:
+        """Whether the step returned no loss where it may return one: a run by it is ready for none, too."""
+        trains = self.step.grad and getattr(self.step.module, "automatic_optimization", True)
+        return trains and (found is None or loss_in(found[1]) is None)
 
     def once(self, guesses: Guesses) -> tuple[Analysis, Any]:
         """The run by ``guesses``, and what the step returned."""

@@ -9,6 +9,7 @@ from itertools import groupby
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.digest import digest
@@ -28,6 +29,21 @@ _OTHERS = (
     "numpy.",
 )  # packages: a trial sees stand-ins, or nothing decides
 _MOST = 1_000  # things that are looked at
+
+
+def modes_around() -> tuple[Any, ...]:
+    """What the user's code has set around a call that decides which values get a gradient, and of which dtype they are:
+    whether gradients are kept, and what autocast lowers to."""
+    kinds = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        *[torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds],
+    )
+
+
+def flags_of(told: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The words and flags of what an event is told (`told_to`)."""
+    return tuple(x for x in told if type(x) in _WORDS)
 
 
 def told_to(

@@ -7,7 +7,7 @@ every step; within units it may begin to mix samples when someone sets a flag, o
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,11 @@ FEW = 64  # entries of a tensor that code may decide by
 TENSORS = "the content of tensors"
 """Among what units go by: they read values of tensors that are no weights of theirs."""
 _KNOWN = ATOMS | {Tensor, nn.Parameter}  # nothing is in them that could be set
+
+
+def flags_among(said: Iterable[tuple[Any, Any]]) -> tuple[tuple[Any, Any], ...]:
+    """Of what was set, by place, the words and flags."""
+    return tuple((place, value) for place, value in said if isinstance(value, (bool, str, type(None))))
 
 
 class Attributes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_par.pipeline.program.program import StepEvent
+from lightning_par.pipeline.trial.call_context import modes_around
 from lightning_par.pipeline.trial.placeholders import read_placeholder
 from lightning_par.pipeline.trial.samples.sample_sums import tag_of
 from lightning_par.sharded.rules.lookup import user_line
@@ -28,6 +29,6 @@ def record_read(run: Analysis, func: Any, name: str, args: Any, kwargs: Any, loc
     if not run.training and not run.is_within():
         run.read_first = run.read_first or place
     result = read_placeholder(name, located[0], args)
-    run.events.append(StepEvent(func, "read", run.values.keys_of(located), result, place))
+    run.events.append(StepEvent(func, "read", run.values.keys_of(located), result, place, modes_around()))
     run.values.kept.append((args, kwargs))
     return result

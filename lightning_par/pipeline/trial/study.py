@@ -85,6 +85,7 @@ def study(
     program = replace(
         program,
         patterns=run.guesses.patterns,
+        decides=bool(run.guesses.decided),
         keeping=frozenset(whole.changes.keeping),
         outer=whole.outer,
         leaves=bool(whole.changes.aftereffects),
@@ -111,6 +112,7 @@ def _study_whole(step: Step, stages: Stages) -> Program:
     return replace(  # what units keep, the next ones go by
         make_program(step, run, result, 1, {}, in_order=bool(run.changes.keeping or hooked or backwards)),
         patterns=run.guesses.patterns,
+        decides=bool(run.guesses.decided),
         keeping=frozenset(run.changes.keeping),
         outer=run.outer,
         leaves=bool(run.changes.aftereffects),

@@ -1,0 +1,139 @@
+"""Steps whose gradients take another way from one batch to the next, while they call the same functions and layers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_par import PipelineParallelStrategy
+from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
+
+BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
+BATCHES[4:8] += 1  # the second batch has another mean
+
+
+class Layer(nn.Module):
+    """Stops the gradient where it is told to, by an argument, an attribute, or its own count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.stops, self.calls, self.most = nn.Linear(8, 8), False, 0, 1_000_000
+
+    def forward(self, x: Tensor, stop: bool = False) -> Tensor:
+        self.calls += 1
+        with torch.set_grad_enabled(not (stop or self.stops or self.calls > self.most)):
+            x = x * 2
+        return self.linear(x).tanh()
+
+
+class Net(LightningModule):
+    """A layer of each stage in a row, and one of each aside."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first, self.second = Layer(), Layer()
+        self.aside = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        if way == "count":
+            self.first.most = self.second.most = 3
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.way == "attribute":
+            self.second.stops = batch_idx % 2 == 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        odd, way = batch_idx % 2 == 1, self.way
+        if way == "none before" and odd:
+            return None
+        if way == "recompute" and odd:
+            x = checkpoint(self.second, self.first(batch), use_reentrant=False)
+        elif way == "no_grad":
+            with torch.set_grad_enabled(odd):  # as a backbone that is frozen for the first epochs
+                x = self.first(batch)
+            x = self.second(x)
+        else:
+            x = self.second(self.first(batch), stop=way == "argument" and not odd)
+        one, other = x.square().mean(), self.aside(batch).square().mean()
+        self.log_dict({"one": one, "other": other})
+        if way == "which":
+            return one if odd else other
+        if way == "dict":
+            return {"loss": other if odd else one, "aside": one}
+        if way == "none by batch" and batch.mean() > 0.5:
+            return None
+        if way == "none by value" and not one < 0.3:
+            return None
+        if way == "which by value":
+            return one if other > one * 0.5 else other
+        return one + other
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)  # to which no gradient is something else than zeros
+
+
+def _trained(way: str, strategy: dict[str, Any] | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+    torch.manual_seed(0)
+    module = Net(way)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu", devices=1 if strategy is None else 2, max_epochs=2, precision="64-true", logger=False,
+            strategy="auto" if strategy is None else PipelineParallelStrategy(2, **strategy),
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
+    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    return {name: x.detach().clone() for name, x in module.state_dict().items()}, logged
+
+
+def _is_one_devices(pool: Pool, way: str, **strategy: Any) -> None:
+    ((one, logged),) = pool.run(1, _trained, way, None)
+    for found, said in pool.run(2, _trained, way, {"stages": ["second"], **strategy}):
+        for name, x in one.items():
+            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
+        assert said == pytest.approx(logged, abs=1e-9)
+
+
+WAYS = [
+    "no_grad",
+    "which",
+    "dict",
+    "argument",
+    "attribute",
+    "recompute",
+    "none before",
+    "none by batch",
+    "none by value",
+]
+
+
+@slow("dict", "none before", "none by batch", "recompute")
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_whole_batches_take_one_devices_way(way: str, pool: Pool) -> None:
+    _is_one_devices(pool, way, microbatches=1)
+
+
+@slow("dict", "which", "argument", "attribute", "none before")
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_microbatches_take_one_devices_way(way: str, pool: Pool) -> None:
+    _is_one_devices(pool, way, microbatches=2)
+
+
+def test_gradients_that_no_stage_waits_for_are_refused(pool: Pool) -> None:
+    """They were lost."""
+    with pytest.raises(RanksFailedError, match="which none came when the step was recorded"):
+        pool.run(2, _trained, "which by value", {"stages": ["second"], "microbatches": 1})
+
+
+def test_zeros_in_place_of_no_gradient_are_refused(pool: Pool) -> None:
+    """A layer stops its gradients by a count of its own, of which no rank knows ahead; Adam goes on with zeros."""
+    with pytest.raises(RanksFailedError, match="no gradient comes to what stage 0 of the pipeline makes"):
+        pool.run(2, _trained, "count", {"stages": ["second"], "microbatches": 1})
