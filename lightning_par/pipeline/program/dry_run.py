@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.event_draws import standing
 from lightning_par.pipeline.program.event_functions import is_setting
+from lightning_par.pipeline.program.joined_outputs import unjoined
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.tape import Tape
@@ -142,6 +143,18 @@ class DryRun(RecordedRun):
         mine, known = ((x is None, self.names.get(id(x))) for x in losses)
         if mine != known:
             raise ChangedError("which loss it returns")
+
+    def see_outputs(self, values: Iterable[Any], printed: Iterable[Any]) -> None:
+        """The step logs, returns and stores these ``values``, and prints others.
+
+        Raises:
+            ChangedError: there are some among them that microbatches have no part of.
+        """
+        names, is_state = self.names, self.memo.is_state
+        key = unjoined(values, names, self.program.joins, is_state) or unjoined(printed, names, frozenset(), is_state)
+        if key is not None:
+            place = self.program.events[key[0]].place if key[0] >= 0 else "a buffer"
+            raise ChangedError(f"{place}, which is logged, returned or stored now")
 
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:

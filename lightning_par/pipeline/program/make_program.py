@@ -43,6 +43,8 @@ def make_program(
     routes = _routes(run, cut.starts)
     values = {key: returned_tensors(run.events[key[0]].result)[key[1]] for key in routes.keys}
     loss, overwritten = loss_in(result), _overwritten(step, run, cut)
+    plain = not (run.reads or run.prints or run.changes_state or _has_metrics(run.events))
+    plain = plain and all(_joins(run, x) for x in run.effects)
     return Program(
         events=run.events,
         summed=_summed(run, {key: values[key] for key in routes.tail}),
@@ -59,8 +61,8 @@ def make_program(
         microbatches=microbatches,
         result=result,
         loss_is_share=_is_share(run, loss),
-        plain_effects=not (run.reads or run.prints or run.changes_state or _has_metrics(run.events))
-        and all(_joins(run, x) for x in run.effects),
+        plain_effects=plain,
+        joins=_joining(run) if plain and microbatches > 1 else frozenset(),
         changes_batch=any(event.kind == "batch" and writes_into(_name(event)) for event in run.events),
         uses=uses,
         regions=run.regions,
@@ -238,6 +240,12 @@ def _refuse_reads(run: Analysis, last: int) -> None:
 
 def _has_metrics(events: list[StepEvent]) -> bool:
     return any(is_metric_call(event) for event in events)
+
+
+def _joining(run: Analysis) -> frozenset[Key]:
+    """The values that a step may log, return or store another time."""
+    located = ((index, event.result) for index, event in enumerate(run.events) if event.kind == "located")
+    return frozenset((index, n) for index, x in located for n, y in enumerate(returned_tensors(x)) if _joins(run, y))
 
 
 def _joins(run: Analysis, x: Tensor) -> bool:

@@ -15,6 +15,7 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.dry_run import ChangedError, DryRun
 from lightning_par.pipeline.program.held_objects import HeldByUnits
+from lightning_par.pipeline.program.joined_outputs import LoggedValues
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape, may_be_taped
@@ -85,9 +86,11 @@ class Matching:
 
     def _run(self, step: Step, program: Program, run: DryRun, deciding: set[str]) -> None:
         self.watch.take_in(program.outer)
+        joins = program.plain_effects and program.microbatches > 1 and step.grad
+        said = LoggedValues(run.tape) if joins else None
         with (
             self._apart(step, program),
-            self.watch.undone(step.batch, keep=True, hear=run.tape),
+            self.watch.undone(step.batch, keep=True, hear=run.tape if said is None else said),
             torch.set_grad_enabled(step.grad),
             step.context(),
         ):
@@ -99,6 +102,8 @@ class Matching:
                 run.tape.end(result)
             self._see_what_is_set(program, deciding)
         run.finish()
+        if said is not None:
+            run.see_outputs((result, said.logged, self.watch.made.values()), said.printed)
         self._see_what_hooks_meet(step, program)
 
     def _see_what_hooks_meet(self, step: Step, program: Program) -> None:

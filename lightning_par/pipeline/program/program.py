@@ -143,6 +143,7 @@ class Program:
         result: what the step returned.
         loss_is_share: whether the loss is a sum over samples, so that microbatches yield shares of it.
         plain_effects: whether all that the step logs and returns are shares or samples, so that they can be joined.
+        joins: the values that are shares or samples, so that they may be logged and returned, too, as this is.
         changes_batch: whether it writes into tensors that depend on the batch alone.
         uses: the stages that use a unit, or a parameter that no unit holds.
         deciding: the numbers on modules, by name, and attributes of the trainer that code within units goes by.
@@ -182,6 +183,7 @@ class Program:
     result: Any = None
     loss_is_share: bool | None = True
     plain_effects: bool = False
+    joins: frozenset[Key] = frozenset()
     changes_batch: bool = False
     uses: dict[str, set[int]] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_par import PipelineParallelStrategy
 from lightning_par.pipeline.program import make_program
 from lightning_par.pipeline.run import verification
+from lightning_par.pipeline.run.boundary import Crossing
 from lightning_par.pipeline.trial import expected_gradients
 from lightning_par.trial.step import Step
 from tests.helpers.pool import Pool
@@ -50,6 +51,7 @@ def _train(branches: bool, loses: bool = False, free: float | None = None) -> tu
         patch.setattr(verification, "real_gradients", real_gradients)
         if loses:  # as a pipeline that does not see a use of what crosses
             patch.setattr(make_program, "_wanted", lambda *args: frozenset())
+            patch.setattr(Crossing, "refuse_lost_gradients", lambda *args: None)
         if free is not None:
             patch.setattr(expected_gradients, "free_on", lambda device: free)
         seed_everything(0, verbose=False)

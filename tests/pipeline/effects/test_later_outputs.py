@@ -1,0 +1,79 @@
+"""What a step computes in each batch and logs or keeps in some alone."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_par import PipelineParallelStrategy
+from lightning_par.pipeline.program.joined_outputs import LoggedValues, unjoined
+from tests.helpers.pool import Pool
+
+BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
+
+
+class LogsNowAndThen(LightningModule):
+    """The root of a mean is no share of the batch's: microbatches must not be summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.seen: list[Any] = []
+        self.kept: Any = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.second(self.first(batch).tanh()).square().mean()
+        root = loss.detach().sqrt()
+        if batch_idx == 2:
+            self.log("root", root)
+        if batch_idx == 4:
+            self.kept = root
+        return {"loss": loss, "root": root} if batch_idx == 5 else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kept = None if self.kept is None else float(self.kept)
+        self.seen.append([float(self.trainer.callback_metrics.get("root", 0)), kept, float(outputs.get("root", 0))])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _seen(strategy: dict[str, Any] | None) -> list[Any]:
+    torch.manual_seed(0)
+    module = LogsNowAndThen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(
+            accelerator="cpu", devices=1 if strategy is None else 2, max_epochs=2, precision="64-true", logger=False,
+            strategy="auto" if strategy is None else PipelineParallelStrategy(2, **strategy),
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ).fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]  # fmt: skip
+    return module.seen
+
+
+def test_what_some_batches_alone_log_and_keep_is_the_whole_batchs(pool: Pool) -> None:
+    (one,) = pool.run(1, _seen, None)
+    for found in pool.run(2, _seen, {"stages": ["second"], "microbatches": 2}):
+        for mine, wanted in zip(found, one, strict=True):
+            assert mine == pytest.approx(wanted, abs=1e-9)
+
+
+def test_values_that_cant_be_joined_are_found() -> None:
+    share, other, state = torch.ones(()), torch.ones(()), torch.ones(())
+    names = {id(share): (0, 0), id(other): (1, 0)}
+    said = LoggedValues(None)
+    said.log("share", share)
+    said.print("share", share)
+    joins = frozenset({(0, 0)})
+
+    def found(*values: Any) -> Any:
+        return unjoined(values, names, joins, lambda x: x is state)
+
+    assert found(said.logged) is None and found({"a": [other]}) == (1, 0) and found(state) == (-1, 0)
+    assert unjoined(said.printed, names, frozenset(), lambda x: False) == (0, 0)
