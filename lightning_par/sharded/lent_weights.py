@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.private.modules import parameters_of
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.sharded.rules.stored_weights import whole
 from lightning_par.sharded.tensor import ShardedTensor
@@ -45,12 +46,8 @@ class LentWeights:
             return None
         given = {id(x): x for x in args if isinstance(x, Tensor) and _is_passing(x)}
         layers = dict.fromkeys(m for module in modules for m in module.modules())
-        held = [
-            (m._parameters, name, p)
-            for m in layers
-            for name, p in m._parameters.items()
-            if p is not None and id(p) in given
-        ]
+        tables = [parameters_of(m) for m in layers]
+        held = [(table, name, p) for table in tables for name, p in table.items() if p is not None and id(p) in given]
         if not held:
             return None
         lent: dict[int, tuple[Tensor, Tensor]] = {id(p): (p, _own(p)) for _, _, p in held}
@@ -111,12 +108,12 @@ def _made_lending(cls: type) -> type:
     function: Any = cls
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        with ctx._lent_weights.held():
+        with ctx.weights_lent_to_layers.held():
             given = function.backward(ctx, *grads)
         return (*(given if isinstance(given, tuple) else (given,)), None)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx._lent_weights = inputs[-1]
+        ctx.weights_lent_to_layers = inputs[-1]
         function.setup_context(ctx, inputs[:-1], output)
 
     def forward(*args: Any) -> Any:
@@ -124,7 +121,7 @@ def _made_lending(cls: type) -> type:
             return function.forward(*args[:-1])
 
     def forward_with_context(ctx: Any, *args: Any) -> Any:
-        ctx._lent_weights = args[-1]
+        ctx.weights_lent_to_layers = args[-1]
         return forward(ctx, *args)
 
     apart = function.setup_context is not torch.autograd.Function.setup_context

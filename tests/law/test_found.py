@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
 from typing import Any
@@ -116,7 +115,9 @@ def _batches() -> list[Any]:
     ]
 
 
-def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
+def _fit(
+    name: str, layout: dict[str, Any] | None, ranks: int = 2
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
     seed_everything(0, verbose=False)
     module, losses = (FOUND | MEMORY | REFUSED | STRANGE | BY_THEMSELVES)[name](), _Losses()
@@ -124,7 +125,9 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
         places = {"a": 0, "b": 1}
         others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
         layout = {"placement": {**others, **places}}
-    devices: Any = {"devices": 1} if layout is None else _devices(layout)
+    devices: Any = (
+        {"devices": 1} if layout is None else {"devices": ranks, "strategy": HybridParallelStrategy(**layout)}
+    )
     trainer = Trainer(
         accelerator="cpu", precision="64-true", max_epochs=1, callbacks=[losses], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -139,15 +142,11 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
     return losses.losses, weights, metrics, losses.microbatches
 
 
-def _devices(layout: dict[str, Any]) -> dict[str, Any]:
-    return {"devices": int(os.environ["WORLD_SIZE"]), "strategy": HybridParallelStrategy(**layout)}
-
-
-def _fit_all(names: list[str], layout: dict[str, Any] | None) -> dict[str, Any]:
+def _fit_all(names: list[str], layout: dict[str, Any] | None, ranks: int = 2) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = _fit(name, layout)
+            found[name] = _fit(name, layout, ranks)
         except (ValueError, NotImplementedError) as error:  # a refusal before training, on all ranks
             found[name] = str(error)
     return found
@@ -169,7 +168,7 @@ def _wrong(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What differs from one device, or was refused, by name; and what each rank found."""
     (reference,) = pool.run(1, _fit_all, names, None)
-    results = pool.run(ranks, _fit_all, names, layout)
+    results = pool.run(ranks, _fit_all, names, layout, ranks)
     wrong = {
         name: result[name] if isinstance(result[name], str) else found
         for result in results
