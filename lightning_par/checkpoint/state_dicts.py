@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -28,9 +29,27 @@ def optimizer_state(optimizer: Optimizer, state: dict[str, Any], inventory: Inve
 
     Ids ascend where other ranks hold some of the parameters, as where one device's first step made the state.
     """
-    if "state" not in state:
-        return state
-    of_parameters = {key: x for key, x in state["state"].items() if isinstance(key, int) and isinstance(x, dict)}
+    return _with_states(state, inventory)  # type: ignore[no-any-return]
+
+
+def _with_states(value: Any, inventory: Inventory) -> Any:
+    """``value`` with the state of every parameter in each state dict in it: an optimizer may wrap others."""
+    if type(value) in (list, tuple):
+        return type(value)(_with_states(x, inventory) for x in value)
+    if not isinstance(value, dict):
+        return value
+    is_one = isinstance(value.get("state"), dict) and "param_groups" in value
+    new = copy.copy(value)
+    for key, x in value.items():
+        if not is_one or key not in ("state", "param_groups"):
+            new[key] = _with_states(x, inventory)
+    if is_one:
+        new["state"] = _of_parameters(value["state"], inventory)
+    return new
+
+
+def _of_parameters(state: dict[Any, Any], inventory: Inventory) -> dict[Any, Any]:
+    of_parameters = {key: x for key, x in state.items() if isinstance(key, int) and isinstance(x, dict)}
     here = {key: x for key, x in of_parameters.items() if not any(is_elsewhere(y) for y in x.values())}
     flat: dict[Any, Any] = {(key,): None for key in here}  # a parameter may have a state that is empty
     flat.update({(key, name): x for key, values in here.items() for name, x in values.items()})
@@ -39,8 +58,7 @@ def optimizer_state(optimizer: Optimizer, state: dict[str, Any], inventory: Inve
         new.setdefault(key, {}).update(dict.fromkeys(name, x))
     if inventory.groups.pipeline.size > 1:
         new = dict(sorted(new.items()))
-    others = {key: x for key, x in state["state"].items() if key not in of_parameters}
-    return {**state, "state": {**new, **others}}
+    return {**new, **{key: x for key, x in state.items() if key not in of_parameters}}
 
 
 @torch.no_grad()

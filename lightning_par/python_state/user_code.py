@@ -19,14 +19,15 @@ from lightning_par.trial.memo import Memo
 _LIBRARIES = frozenset(
     """
 torch torchvision torchaudio torchmetrics lightning pytorch_lightning lightning_fabric lightning_utilities lightning_par
-numpy scipy transformers tokenizers
+numpy scipy einops einx transformers tokenizers
 """.split()
 )
 # Parts of the standard library whose objects are plain containers of what a user puts in.
 _CONTAINERS = frozenset("collections types argparse queue functools itertools _thread".split())
 # Objects of libraries whose attributes move in a step, and what derives from them, wherever it is written.
-_WATCHED = ("torch.distributions", "torch.optim", "torch.nn", "torch.cuda.amp", "torch.amp", "torch.autograd",
-            "transformers.cache_utils", "transformers.modeling_outputs", "transformers.utils.generic")  # fmt: skip
+_WATCHED = ("torch.distributions", "torch.optim", "torch.nn", "torch.cuda.amp.grad_scaler", "torch.amp.grad_scaler",
+            "torch.autograd", "transformers.cache_utils", "transformers.modeling_outputs",
+            "transformers.utils.generic")  # fmt: skip
 # Whose code runs the user's, and is run by it.
 _AROUND = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_par")
 _STANDARD = frozenset(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
@@ -97,7 +98,8 @@ def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
 
 
 def _find_slots(kind: type) -> dict[str, types.MemberDescriptorType]:
-    members = ((name, x) for base in reversed(kind.__mro__) for name, x in vars(base).items())
+    classes = (base for base in reversed(kind.__mro__) if "__slots__" in vars(base))  # those of C have none to write to
+    members = ((name, x) for base in classes for name, x in vars(base).items())
     return {n: x for n, x in members if isinstance(x, types.MemberDescriptorType) and n[:2] != "__"}
 
 

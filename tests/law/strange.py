@@ -32,6 +32,49 @@ class Reversible(nn.Module):
         return x / (self.weight + 1e-10) * self.stdev + self.mean
 
 
+class _Adjoint(torch.autograd.Function):
+    """Takes a layer and its weights, and asks for the gradients of what it was given, as adjoint methods do."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.layer = layer
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            found = torch.autograd.grad(ctx.layer(x), (x, *weights), grad, allow_unused=True)
+        return None, *found
+
+
+class _ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class GivesItsWeights(Base):
+    """To functions of its own: beside the layer that holds them, and by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d = nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C)), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = _Adjoint.apply(self.c, self.a(x), *self.c.parameters())  # type: ignore[no-untyped-call]
+        return self.b(_ByHand.apply(h, self.d.weight).tanh())  # type: ignore[no-untyped-call, no-any-return]
+
+
 class KeptBetweenCalls(Base):
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ from tests.law.found import (
     TooManyKinds,
     WritesWhatIsGiven,
 )
-from tests.law.strange import STRANGE
+from tests.law.strange import STRANGE, GivesItsWeights
 
 STEPS = 3
 CUT = (
@@ -71,6 +71,7 @@ BY_THEMSELVES = {
         AverageOfParts,
         CountsKinds,
         CyclesLayers,
+        GivesItsWeights,
         HookThatLeavesLate,
         RegistersInLayer,
         RegistersOnItself,
@@ -114,7 +115,9 @@ def _batches() -> list[Any]:
     ]
 
 
-def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
+def _fit(
+    name: str, layout: dict[str, Any] | None, ranks: int = 2
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
     seed_everything(0, verbose=False)
     module, losses = (FOUND | MEMORY | REFUSED | STRANGE | BY_THEMSELVES)[name](), _Losses()
@@ -122,7 +125,9 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
         places = {"a": 0, "b": 1}
         others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
         layout = {"placement": {**others, **places}}
-    devices: Any = {"devices": 1} if layout is None else {"devices": 2, "strategy": HybridParallelStrategy(**layout)}
+    devices: Any = (
+        {"devices": 1} if layout is None else {"devices": ranks, "strategy": HybridParallelStrategy(**layout)}
+    )
     trainer = Trainer(
         accelerator="cpu", precision="64-true", max_epochs=1, callbacks=[losses], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -137,11 +142,11 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
     return losses.losses, weights, metrics, losses.microbatches
 
 
-def _fit_all(names: list[str], layout: dict[str, Any] | None) -> dict[str, Any]:
+def _fit_all(names: list[str], layout: dict[str, Any] | None, ranks: int = 2) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = _fit(name, layout)
+            found[name] = _fit(name, layout, ranks)
         except (ValueError, NotImplementedError) as error:  # a refusal before training, on all ranks
             found[name] = str(error)
     return found
@@ -158,10 +163,12 @@ def _differences(one: Any, other: Any) -> list[str]:
     return found
 
 
-def _wrong(pool: Pool, names: list[str], layout: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _wrong(
+    pool: Pool, names: list[str], layout: dict[str, Any], ranks: int = 2
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What differs from one device, or was refused, by name; and what each rank found."""
     (reference,) = pool.run(1, _fit_all, names, None)
-    results = pool.run(2, _fit_all, names, layout)
+    results = pool.run(ranks, _fit_all, names, layout, ranks)
     wrong = {
         name: result[name] if isinstance(result[name], str) else found
         for result in results
@@ -212,6 +219,17 @@ def test_layers_that_a_backward_adds_gradients_to_are_refused_where_those_are_sh
     wrong, _ = _wrong(pool, ["RunsALayerAgain"], MEMORY_LAYOUTS["sequence"])
     assert "_Again is given a Linear, to whose weights its backward may add" in wrong["RunsALayerAgain"]
     assert _wrong(pool, ["RunsALayerAgain"], LAYOUTS["tensor"])[0] == {}
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["tensor"], {"data_parallel": "fsdp"}], ids=["tensor", "fsdp"])
+def test_functions_that_are_given_a_layers_weights_train_these(pool: Pool, layout: dict[str, Any]) -> None:
+    assert _wrong(pool, ["GivesItsWeights"], layout)[0] == {}
+
+
+@slow()
+@pytest.mark.parametrize("other", [LAYOUTS["tensor"], {"data_parallel": "fsdp"}], ids=["tensor", "fsdp"])
+def test_functions_of_microbatches_are_given_whole_weights(pool: Pool, other: dict[str, Any]) -> None:
+    assert _wrong(pool, ["GivesItsWeights"], {**LAYOUTS["pipeline"], **other}, ranks=4)[0] == {}
 
 
 def test_more_kinds_than_a_count_says_are_refused_where_other_stages_go_by_it(pool: Pool) -> None:

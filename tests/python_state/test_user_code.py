@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_par.python_state.user_code import is_users_code, last_of, line_of
+from lightning_par.python_state.user_code import has_attributes, is_users_code, last_of, line_of, slots_of
 
 
 def function(module: str, call: Callable[[], Any] | None = None) -> Callable[[], Any]:
@@ -76,3 +78,16 @@ def test_code_in_folders_of_installers_is_not_the_users(
     importlib.import_module(f"{name}.part" if kind == "namespace" else name)
     assert is_users_code(f"{name}.part", frozenset()) is users
     assert is_users_code(f"{name}.part", frozenset({name}))
+
+
+def test_what_a_context_puts_back_is_no_state_but_a_scalers_is() -> None:
+    assert not has_attributes(torch.autocast("cpu", enabled=False))
+    assert has_attributes(torch.amp.GradScaler("cpu"))
+
+
+class Call(functools.partial):  # type: ignore[type-arg]
+    __slots__ = ("count",)
+
+
+def test_slots_are_those_that_can_be_written() -> None:
+    assert list(slots_of(Call)) == ["count"]

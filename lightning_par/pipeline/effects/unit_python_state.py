@@ -80,7 +80,8 @@ class InnerState:
     def __init__(self, module: nn.Module, watch: Watch, axis: Axis, device: torch.device, meeting: Meeting) -> None:
         self.module, self.watch, self.axis, self.device, self.meeting = module, watch, axis, device, meeting
         self._keeps: dict[int, _Keeps] = {}
-        self._agreed: dict[Any, _Agreed] = {}
+        self._agreed: dict[Any, _Agreed] = {}  # by what all ranks have alike
+        self._differ = False
         self._keeping: frozenset[str] = frozenset()
         self.made: ByPlace = {}
         self.says = False  # whether units may say something
@@ -104,9 +105,8 @@ class InnerState:
         if id(program) not in self._keeps:
             self._keeps[id(program)] = self._of(program)
         mine = self._keeps[id(program)]
-        if mine.content not in self._agreed:  # a rank alone may have studied a step anew, by the modes of its layers
-            self._agreed[mine.content] = self._agree(mine)
-        known = self._agreed[mine.content]
+        # a rank alone may have studied a step anew, by the modes of its layers
+        known = self._agreed.get(mine.content) or self._agree(mine)
         self._keeping, self.made, self.says = known.keeping, known.made, known.says
         self.watch.widen(self._keeping)
         return known.hooked
@@ -144,6 +144,7 @@ class InnerState:
         """What units keep on any rank, since code may go by the rank, and what all ranks have made for them."""
         self.meeting("came to a step whose layers keep something new", "Let all ranks do the same in a step.")
         told = self.axis.all_gather_object(mine.content, "state of units")
+        alike = not self._differ and all(content == mine.content for content in told)
         # what one rank lacks can't go by its name
         everywhere = frozenset(told[0][1]).intersection(*(places for _, places, *_ in told))
         made: dict[str, dict[str, Any]] = {}
@@ -151,7 +152,13 @@ class InnerState:
             if place in everywhere:
                 made.setdefault(name, {})[place] = x
         keeping = frozenset().union(*(paths for paths, *_ in told))
-        return _Agreed(keeping, made, any(hooked for *_, hooked, _ in told), any(says for *_, says in told))
+        agreed = _Agreed(keeping, made, any(hooked for *_, hooked, _ in told), any(says for *_, says in told))
+        if alike:
+            self._agreed[mine.content] = agreed
+        else:  # where ranks once differ, none knows by its own whether another one has to ask
+            self._differ = True
+            self._agreed.clear()
+        return agreed
 
     # ------------------------------------------------------------------------------------------------------- in a run
 

@@ -20,7 +20,7 @@ from lightning_par.pipeline.placement.table import held_bytes, show_placement
 from lightning_par.pipeline.placement.user_placement import wishes_of
 from lightning_par.pipeline.plan.stage_plan import Stage, StagePlan
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.uncalled import callable_within, uncalled
+from lightning_par.pipeline.plan.uncalled import callable_within, called_by_any_name, uncalled
 from lightning_par.pipeline.plan.units import ModuleCall, list_names, walk
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.stages import Spread
@@ -48,11 +48,11 @@ class PlacementSpread(Spread):
         wishes = self._wishes(module, root, opened)
         plan = make_placement_plan(root, wishes, places, shared=shared, opened=opened)
         last = plan.calls[-1][1] if plan.calls else places - 1
-        homes = dict(plan.homes)
+        homes, called = dict(plan.homes), called_by_any_name(module, plan.homes)
         for path in _apart(module, uncalled(module, homes, opened), wishes):
             place = place_of(path, wishes)
             home = (last if place is None else place,)
-            homes |= dict.fromkeys((path, *callable_within(module, path)), home)
+            homes |= dict.fromkeys((path, *callable_within(module, path, called)), home)
         return plan, Stages(homes, tuple(range(places)), WherePlaceChanges, last)
 
     def _wishes(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> Mapping[str, int]:

@@ -19,6 +19,7 @@ from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.tensor_writes import version_of
 from lightning_par.sharded import aliases, backward_reach, gradient_shares
+from lightning_par.sharded.lent_weights import LentWeights
 from lightning_par.sharded.patches.checkpointing import replaying
 from lightning_par.sharded.patches.module_hooks import on_parts
 from lightning_par.sharded.patches.replacement import Replacement, Use
@@ -27,6 +28,7 @@ from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.rules.gathered import GatheredCall
 from lightning_par.sharded.rules.lookup import announce_gather
 from lightning_par.sharded.rules.sample_trial import run_by_sample
+from lightning_par.sharded.rules.stored_weights import whole
 from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.trial.memo import Memo
 
@@ -97,15 +99,18 @@ def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return apply(cls, *args, **kwargs)  # it does to gradients what is right, and has nothing to be made whole
     if marks_module_ends(cls):
         return on_parts(functools.partial(apply, cls), args)
+    if (lent := LentWeights.to(args)) is not None:
+        return _applied(functools.partial(lent.apply, apply), cls, lent.handed(args), kwargs)
     views = [x for x in tree_leaves(args) if isinstance(x, ShardedTensor)]
-    if views and views[0].axis.by_sample:
+    if any(x.axis.by_sample for x in views):
+        args = _with_whole_weights(cls, args, views)
         result = run_by_sample(cls.apply, args, kwargs)
         if result is not NotImplemented:
             return result
     call, wholes = GatheredCall(cls.apply, args, kwargs, views), {}
     if views:
         announce_gather(cls, views)
-        wholes = {id(x): full(x) for x in views}
+        wholes = {id(x): whole(x) for x in views}
         args = tree_map(lambda x: wholes.get(id(x), x), args)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         args = (replaying(args[0]), *args[1:])
@@ -117,6 +122,17 @@ def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             _refuse_layers(cls, args)
         result = _watched(apply, cls, args, kwargs, axes) if axes or views else apply(cls, *args, **kwargs)
     return call.cut(result, wholes) if views else result
+
+
+def _with_whole_weights(cls: Any, args: tuple[Any, ...], views: list[ShardedTensor]) -> tuple[Any, ...]:
+    """``args`` of a microbatch, in which ranks have parts of ``views``: those of its samples stay."""
+    parts = [x for x in views if not x.axis.by_sample]
+    if not parts:
+        return args
+    announce_gather(cls, parts)
+    wholes = {id(x): whole(x) for x in parts}
+    views[:] = [x for x in views if x.axis.by_sample]
+    return tree_map(lambda x: wholes.get(id(x), x), args)  # type: ignore[no-any-return]
 
 
 def _refuse_reentrant(staged: bool) -> None:

@@ -40,7 +40,7 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     result = func(*local_args, **kwargs)
     if in_place:
         return args[0]
-    if result is NotImplemented and func in (Tensor.__eq__, Tensor.__ne__):  # `x == None`, which Python answers
+    if not isinstance(result, Tensor) and func in (Tensor.__eq__, Tensor.__ne__):  # `x == None`, which Python answers
         return func is Tensor.__ne__
     return view(result, dim, lead._positions, lead._axis)
 

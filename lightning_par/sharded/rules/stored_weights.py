@@ -13,7 +13,7 @@ from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded import aliases
 from lightning_par.sharded.functions import LOWERED, PRECISIONS, name_of
 from lightning_par.sharded.rules.gathered import written
-from lightning_par.sharded.tensor import ShardedTensor, axes_of
+from lightning_par.sharded.tensor import ShardedTensor, axes_of, full
 
 _SEE_NO_VALUE = ("detach", "_has_compatible_shallow_copy_type", "is_contiguous")
 
@@ -138,6 +138,17 @@ def _with_whole(func: Any, args: Any, kwargs: Any, used: Sequence[ShardedTensor]
     wholes = {id(x): (x, gathering_of(x).gathered(x, _low(name, x))) for x in used}
     made: tuple[Any, Any] = tree_map(lambda x: wholes[id(x)][1] if id(x) in wholes else x, (args, kwargs))
     return StoredCall(func, made, list(wholes.values()))
+
+
+def whole(x: ShardedTensor) -> Tensor:
+    """All of ``x``, plain, for a function that torch tells nothing of; of a stored weight what others use, too.
+
+    All ranks along its axis must call it.
+    """
+    if not x._axis.stores:
+        return full(x)
+    gathering_of(x).about_to_use([x])
+    return full(gathering_of(x).gathered(x))
 
 
 def gathering_of(x: ShardedTensor) -> Gathering:

@@ -178,3 +178,11 @@ def full_local(x: Any) -> Tensor:
 def test_the_whole_is_not_to_be_had() -> None:
     with pytest.raises(SamplesMixError):
         full(_sharded(torch.ones(3, 2), 0, 0))
+
+
+def test_a_part_of_a_part_is_not_none() -> None:
+    """As a microbatch of a layer's activations that ranks share is asked."""
+    inner = _sharded(torch.ones(4, N), 1, 0)
+    outer = _sharded(inner, 0, 0)
+    assert (outer == None) is False and (outer != None) is True  # noqa: E711
+    assert isinstance(outer == outer, ShardedTensor)
