@@ -652,7 +652,7 @@ class SameSentences(Sentences):
 
 def _scalars() -> Any:
     module = Scalars()
-    t = trainer(max_epochs=2)
+    t = trainer()
     t.fit(module, DataLoader(SameSentences(), batch_size=None))
     return module.seen, metrics(t), weights(module)
 

@@ -238,7 +238,7 @@ def _fit(kind: type[Hooked], microbatches: Any, all_stages: bool = False) -> Any
     t = trainer(
         microbatches=microbatches,
         logger=board,
-        max_epochs=2 if all_stages else 1,
+        max_epochs=2 if kind is Third else 1,
         num_sanity_val_steps=1,
         log_every_n_steps=1,
     )
