@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -21,6 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         gc.disable()  # until all is imported and collected, which stays
         config.pluginmanager.import_plugin("tests.helpers.fixtures")  # who only hands out tests needs no torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Who hands out tests shows it, and would import what its class is from: Lightning, and all that this imports."""
+    kind = type(warning_message.message)
+    if kind.__module__ != "builtins":
+        warning_message.message = Warning(f"{kind.__module__}.{kind.__name__}: {warning_message.message}")
+        warning_message.category = Warning
 
 
 @pytest.hookimpl(optionalhook=True)

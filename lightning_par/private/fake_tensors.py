@@ -41,7 +41,19 @@ WITHOUT_VALUE = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 """What a fake raises where its value is asked for."""
 
 
-_SETS_STORAGE = torch.ops.aten.set_.source_Storage_storage_offset
+_aten = torch.ops.aten
+_SETS_STORAGE = _aten.set_.source_Storage_storage_offset
+_SHAPED = frozenset(
+    {
+        *(_aten.addmm.default, _aten.sum.default, _aten.mse_loss.default),
+        *(_aten._log_softmax.default, _aten._log_softmax_backward_data.default, _aten._softmax_backward_data.default),
+        *(_aten.nll_loss_forward.default, _aten.nll_loss_backward.default),
+        *(_aten.gelu_backward.default, _aten.silu_backward.default, _aten.tanh_backward.default),
+        *(_aten.sigmoid_backward.default, _aten.threshold_backward.default),
+    }
+)
+"""What a step has much of, and kernels that say themselves what shapes come of it. Torch composes these functions of
+others, up to a dozen each, which takes several times as long where shapes are new: as in the first trial of a step."""
 
 
 class FakeTensorMode(fake_tensor.FakeTensorMode):
@@ -59,6 +71,10 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
         if func is recurrent_kernels.layer and torch.is_grad_enabled():
             result = *result[:3], self._workspace(args)
         return result
+
+    def cpp_meta_supports_symint(self, func: Any) -> bool:
+        """Of any function torch asks it: sizes are never symbols here."""
+        return func in _SHAPED or super().cpp_meta_supports_symint(func)
 
     def _uncached(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         before, self.cache_enabled = self.cache_enabled, False

@@ -147,7 +147,7 @@ def _saves(layout: str, path: Path, how: Any) -> None:
         trainer.save_checkpoint(path)
 
 
-@slow(but=["pp2"])
+@slow(but=["tp2"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2", "placed"])
 def test_all_ranks_refuse_a_damaged_file(layout: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _saves, layout, path := tmp_path / "a.ckpt", False)

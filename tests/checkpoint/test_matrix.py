@@ -111,7 +111,7 @@ def _chain(pool: Pool, layouts: list[str], folder: Path, kinds: tuple[str, str],
 
 
 CHAINS = {
-    "each axis": (KINDS, ["tp2", "zbv", "sp2", "fsdp2", "placed3", "fsdp2-pp2"]),
+    "each axis": (KINDS, ["tp2", "sp2", "fsdp2", "placed3", "fsdp2-pp2"]),
     "all": (KINDS, ALL),
     "all back": (KINDS[::-1], [layout for layout in ALL[::-1] if RANKS[layout] < 4]),
 }

@@ -26,8 +26,8 @@ TOKENS = torch.zeros(2, 8, dtype=torch.long)
 BATCH = (TOKENS, TOKENS)
 
 
-def small() -> GPT:
-    return GPT(layers=2, hidden=32, heads=4, ffn=128, vocab=64, seq=8)
+def small(layers: int = 1) -> GPT:
+    return GPT(layers=layers, hidden=32, heads=4, ffn=128, vocab=64, seq=8)
 
 
 class ByValue(L.LightningModule):
@@ -116,7 +116,7 @@ class Elsewhere(GPT):
 
 def test_ranks_of_a_pipeline_hold_their_stage_and_what_goes_to_others_is_counted() -> None:
     layout = {"pipeline_parallel_size": 2, "microbatches": 2}
-    ranks = [dry_run(small, BATCH, layout, devices=2, rank=rank, gradient_clip_val=1.0) for rank in range(2)]
+    ranks = [dry_run(lambda: small(2), BATCH, layout, devices=2, rank=rank, gradient_clip_val=1.0) for rank in range(2)]
     assert (
         ranks[0].sent["pipeline", "activations"]
         == ranks[1].sent["pipeline", "gradients of activations"]

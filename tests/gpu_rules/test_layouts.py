@@ -35,7 +35,7 @@ def test_a_layout_keeps_the_rules(pool: StrictPool, one_device: Trained, layout:
     assert differences(one_device, trained[0]) <= 1e-9
 
 
-@slow(but=["zbv"])
+@slow(but=["1f1b"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_host_waits_once_a_step(pool: StrictPool, layout: str) -> None:
     """Lightning itself reads a number of the device at each batch: whether rank 0 is to end."""

@@ -51,12 +51,13 @@ def shares() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def asked(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
-    """The rows of a test of the module that will run, each by its parameters: for what runs for all of them at once."""
+    """The rows of a test of the module that will run, each by its parameters: for what runs for all of them at once.
+    A test without rows is one, without parameters."""
 
     def rows(test: str) -> list[dict[str, Any]]:
         items = [item for item in request.session.items if isinstance(item, pytest.Function)]
         mine = [item for item in items if item.module is request.module and item.originalname == test]
-        return [item.callspec.params for item in mine]
+        return [item.callspec.params if hasattr(item, "callspec") else {} for item in mine]
 
     return rows
 

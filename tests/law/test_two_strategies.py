@@ -130,7 +130,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     return {**found, "in turn": pool.run(1, _in_turn, None, None, tmp_path_factory.mktemp("alone"))[0]}
 
 
-@slow("shard_residual-tensor", "fsdp-fsdp", "sequence-ulysses")
+@slow(but=["fsdp-fsdp"])
 @pytest.mark.parametrize(("first", "second"), IN_TURN)
 def test_fits_in_turn_are_each_one_devices(
     pool: Pool, tmp_path: Path, alone: dict[str, list[Any]], first: str, second: str

@@ -153,7 +153,7 @@ def _callback(kind: str) -> Any:
     }
     module = Finetuned() if kind == "finetuning" else Watched()
     t = trainer([callbacks[kind]()], max_epochs=2 if kind == "ema" else 4)
-    t.fit(module, loader(18), loader(8, 1))
+    t.fit(module, loader(), loader(8, 1))
     return module.seen, metrics(t), weights(module), t.global_step
 
 
@@ -178,7 +178,7 @@ class CountsSteps(Net):
 
 def _counts_steps() -> Any:
     module, t = CountsSteps(), trainer(max_epochs=2)
-    t.fit(module, loader(18))
+    t.fit(module, loader())
     return metrics(t), weights(module), torch.rand(3)
 
 
@@ -292,7 +292,7 @@ class Frozen(Watched):
 def _frozen() -> Any:
     module = Frozen()
     t = trainer()
-    t.fit(module, loader(18))
+    t.fit(module, loader(16))
     return module.seen, weights(module)
 
 
@@ -346,15 +346,15 @@ class Pair:
 class Batches(Dataset[Any]):
     """Batches of one kind, of sizes that differ."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, sizes: tuple[int, ...] = (4, 4, 3, 1)) -> None:
+        self.kind, self.sizes = kind, sizes
 
     def __len__(self) -> int:
-        return 4
+        return len(self.sizes)
 
     def __getitem__(self, index: int) -> Any:
         points = Points(40, seed=index)
-        n = (4, 4, 3, 1)[index]
+        n = self.sizes[index]
         x, y = points.x[:n], points.y[:n]
         if self.kind == "dict":
             return {"x": x, "y": y, "ids": [f"id{i}" for i in range(n)], "step": index}
@@ -398,7 +398,8 @@ def _batches() -> Any:
     found = {}
     for kind in ("tuple", "dict", "dataclass", "encoding", "nested"):
         module = Takes()
-        data = DataLoader(Batches(kind), batch_size=None)
+        structured = Batches(kind) if kind == "tuple" else Batches(kind, (4, 3))
+        data = DataLoader(structured, batch_size=None)
         t = trainer()
         t.fit(module, data, data)
         found[kind] = module.seen, metrics(t), weights(module)
@@ -545,7 +546,7 @@ class Branches(Watched):
 def _branches() -> Any:
     module = Branches()
     t = trainer(max_epochs=2)
-    t.fit(module, loader(18), [loader(8, 1), loader(6, 2)])
+    t.fit(module, loader(), [loader(8, 1), loader(4, 2)])
     return module.seen, metrics(t), weights(module), module.history, module.best
 
 
@@ -619,7 +620,7 @@ class Twice(Watched):
 def _twice() -> Any:
     module = Twice()
     t = trainer(schedule="zbv", microbatches=3)
-    t.fit(module, loader(18), loader(8, 1))
+    t.fit(module, loader(), loader(8, 1))
     return module.seen, metrics(t), weights(module)
 
 
@@ -651,7 +652,7 @@ class SameSentences(Sentences):
 
 def _scalars() -> Any:
     module = Scalars()
-    t = trainer(max_epochs=2)
+    t = trainer()
     t.fit(module, DataLoader(SameSentences(), batch_size=None))
     return module.seen, metrics(t), weights(module)
 

@@ -35,7 +35,7 @@ def test_each_rank_holds_and_sends_what_was_said(case: str, name: str, pool: Poo
     assert not lines, "\n" + "\n".join(lines)
 
 
-@slow(but=["gpt-1f1b", "gpt_tied-fsdp"])
+@slow(but=["mlp_deep-1f1b", "gpt_tied-fsdp"])
 @pytest.mark.parametrize(("case", "name"), MIXED, ids=[f"{case}-{name}" for case, name in MIXED])
 def test_what_autocast_makes_of_messages_was_said(case: str, name: str, pool: Pool) -> None:
     layout = LAYOUTS[name]

@@ -144,7 +144,7 @@ def write(
     L.seed_everything(0, verbose=False)
     module = Writer(name, length, where, **how)
     loader = torch.utils.data.DataLoader(torch.randint(3, VOCABULARY, (4, 8)), batch_size=2)
-    trainer = _trainer(layout, devices)
+    trainer = _trainer(layout, devices, epochs=1 if where == ("validation",) else 2)
     if where != ("predict callback",):
         trainer.fit(module, loader, loader if "validation" in where else None)
     if any("predict" in name for name in where):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_par.planner.live_bytes import LiveBytes
@@ -131,6 +132,56 @@ def test_an_lstm_holds_as_much_as_on_real_tensors(options: dict[str, Any], train
     real = held()
     with FakeTensorMode():
         assert held() == real
+
+
+SHAPED: dict[str, Any] = {
+    "linear": lambda x: F.linear(x, x[:, 0], x[:, 0, 0]),
+    "linear of rows": lambda x: F.linear(x[0], x[:, 1], x[:, 0, 0]),
+    "linear of columns": lambda x: F.linear(x[0].t().contiguous().t(), x[:, 1], x[0, 0, :1].expand(5)),
+    "sum": lambda x: x.sum(),
+    "sum of integers": lambda x: (x > 0).sum(),
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.transpose(0, 2).log_softmax(-1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(5, 4, dtype=torch.long)),
+    "cross_entropy of rows": lambda x: F.cross_entropy(x[0], torch.arange(3), x[0, 0].detach(), reduction="sum"),
+    "cross_entropy of each row": lambda x: F.cross_entropy(x[0], torch.arange(3), reduction="none"),
+    "mse_loss": lambda x: F.mse_loss(x, x.detach()),
+    "mse_loss of each": lambda x: F.mse_loss(x.detach().mT, x.detach().mT, reduction="none"),
+    "gelu": lambda x: F.gelu(x.transpose(0, 1)),
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x.transpose(1, 2)),
+    "tanh": lambda x: x.transpose(0, 2).tanh(),
+    "sigmoid": lambda x: x.expand(2, 5, 3, 4).sigmoid(),
+    "relu": lambda x: x.transpose(0, 1).relu(),
+}
+
+
+def _forms(call: Any, x: torch.Tensor) -> list[Any]:
+    x.requires_grad_()
+    y = call(x)
+    found = [y]
+    if y.requires_grad:
+        found += torch.autograd.grad(y, x, torch.ones_like(y))
+    return [(x.shape, x.stride(), x.dtype, x.device) for x in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPED)
+def test_kernels_that_say_what_shapes_come_of_them_are_asked(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which torch composes of others; what comes of them is as on real tensors."""
+    real = _forms(SHAPED[name], torch.ones(5, 3, 4, dtype=dtype))
+    FakeTensorMode.cache_clear()
+    composed = {func: _never for func in fake_tensors._SHAPED if func in torch._decomp.decomposition_table}
+    assert len(composed) == len(fake_tensors._SHAPED)
+    monkeypatch.setattr(torch._decomp, "decomposition_table", {**torch._decomp.decomposition_table, **composed})
+    with FakeTensorMode():
+        assert _forms(SHAPED[name], torch.ones(5, 3, 4, dtype=dtype)) == real
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("is composed")
 
 
 def test_memory_that_a_tensor_was_set_to_lie_in_is_freed() -> None:

@@ -109,7 +109,7 @@ def _same_as_by_hand(pool: Pool, machine: str, folder: Path, case: str, devices:
     return found
 
 
-@slow(but=["gpt-2-one"])
+@slow(but=["mlp_deep-2-one"])
 @pytest.mark.parametrize(
     ("case", "devices", "more"),
     [

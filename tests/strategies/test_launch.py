@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_par import TensorParallelStrategy
+from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +74,9 @@ RUNS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, asked: Callable[[str], list[dict[str, Any]]]) -> Iterator[Runs]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, asked: Callable[[str], list[dict[str, Any]]], pool: Pool
+) -> Iterator[Runs]:
     """Exit code and output of a run. Two go on at once: most of their time is one core's."""
     tests = (test_every_start_method_trains_and_hands_the_weights_back,
              test_an_exception_on_one_rank_ends_the_job_with_its_traceback)  # fmt: skip
@@ -84,7 +89,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, asked: Callable[[str], list[d
         futures = {}
         for name, (launcher, arguments) in ((name, run) for name, run in RUNS.items() if name in wanted):
             path = other if name in ("spawn", "fork") else plain  # either Lightning has its own class
-            futures[name] = executor.submit(_run, [sys.executable, *launcher, str(path), *arguments.split()])
+            if name == "fork":  # what forks has long been there, as a notebook's kernel: it needn't import all anew
+                futures[name] = executor.submit(pool.run_apart, _run_forked, [str(path), *arguments.split()])
+            else:
+                command = [sys.executable, *launcher, str(path), *arguments.split()]
+                futures[name] = executor.submit(_run, command)
         yield lambda name: futures[name].result()
         for future in futures.values():
             future.cancel()
@@ -92,6 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, asked: Callable[[str], list[d
 
 def _environment() -> dict[str, str]:
     foreign = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")
+    foreign = (*foreign, "TORCHELASTIC_USE_AGENT_STORE")
     env = {k: v for k, v in os.environ.items() if k not in foreign}
     return env | {"PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
@@ -114,6 +124,44 @@ def _run(command: list[str]) -> tuple[int, str]:
         if _alive(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, output
+
+
+def _run_forked(arguments: list[str]) -> tuple[int, str]:
+    """As `_run`, of a script that is run by a fork of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _become_script(arguments, write)
+    os.close(write)
+    try:
+        with open(read) as output:
+            said = output.read()  # until none of its processes is there
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        _wait_until_gone(child)
+    finally:
+        if _alive(child):
+            os.killpg(child, signal.SIGKILL)
+    return code, said
+
+
+def _become_script(arguments: list[str], output: int) -> None:
+    os.setsid()
+    signal.alarm(int(PATIENCE))
+    os.dup2(output, 1), os.dup2(output, 2), os.close(output)
+    environment = _environment()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    code = 1
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _alive(group: int) -> bool:

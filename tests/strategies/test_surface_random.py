@@ -126,8 +126,8 @@ def test_sharded_draws_do_not_move_the_shared_generator(pool: Pool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_draws_the_forwards_masks_again(pool: Pool, reentrant: bool) -> None:
     """Losses and gradients as without a checkpoint, from the same seed."""
-    plain, _ = pool.run(2, _train, None, **REPLICATED, **SHARDED)
-    checked, _ = pool.run(2, _train, reentrant, **REPLICATED, **SHARDED)
+    plain, _ = pool.run(2, _train, None, 1, **REPLICATED, **SHARDED)
+    checked, _ = pool.run(2, _train, reentrant, 1, **REPLICATED, **SHARDED)
     assert all(abs(float(x) - float(y)) < 1e-12 for x, y in zip(plain[0], checked[0], strict=True))
     for name, weight in plain[2].items():
         assert torch.allclose(weight, checked[2][name], 0, 1e-12), name

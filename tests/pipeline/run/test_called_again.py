@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 BATCHES = torch.linspace(-1, 1, 12 * 2 * 8, dtype=torch.float64).view(12, 2, 8).mul(9).sin()
 
@@ -49,6 +50,7 @@ def _trained(schedule: str) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in module.state_dict().items()}
 
 
+@slow("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_layers_that_are_called_for_each_view_are_one_devices(schedule: str, pool: Pool) -> None:
     (one,) = pool.run(1, _trained, "")

@@ -228,7 +228,7 @@ def test_activations_of_no_more_microbatches_are_held(schedule: str, books: Any)
     assert [found.in_flight for found in books(schedule)] == IN_FLIGHT[schedule]
 
 
-@slow(but=["interleaved_1f1b", "zbv"])
+@slow(but=["1f1b", "zbv"])
 @pytest.mark.parametrize("schedule", PLACEMENTS)
 def test_a_rank_holds_its_stages_and_no_more(schedule: str, books: Any) -> None:
     net = Net()

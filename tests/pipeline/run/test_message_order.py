@@ -121,7 +121,7 @@ def test_placements_to_and_fro_run_where_layers_wait_for_the_device(strict: Stri
     _run(strict, queue, 2, layers=4, placement={f"layers.{n}": n % 2 for n in range(4)}, microbatches=2)
 
 
-@slow("1f1b-rank", "zbv-communicator")
+@slow(but=["zbv-rank"])
 @both
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_what_layers_and_backwards_keep_is_told_in_the_same_order(

@@ -6,38 +6,41 @@ import ast
 import contextlib
 import importlib
 import json
-import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 import lightning_par
-from tests.helpers.globals_of_torch import attributes, differences
+from tests.helpers.globals_of_torch import answer_of_a_fork, attributes, differences
 from tests.helpers.sources import trees_in
 
-_AUTOLOAD = """
-import json, os, sys
+# Each answer is that of a fork, which begins without anything of ours: the first where nothing but torch is imported,
+# without the last lines of ``import torch``, the others where all is that ours import of others.
+_FORKS = """
+import gc, json, os, sys
+gc.disable()
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch
-from tests.helpers.globals_of_torch import attributes, differences
-before = attributes()
-from lightning_par import autoload
-import lightning_par.checkpoint.files  # whose classes are made in either Lightning when they are asked for
-autoload.register()
-heavy = [name for name in sys.modules if name.partition(".")[0] in ("lightning", "pytorch_lightning", "torchmetrics")]
-print(json.dumps([heavy, differences(before, attributes())]))
-"""
-# What others have is there already; each answer is that of a fork, which begins without anything of ours.
-_FORKS = """
-import gc, json, sys
-gc.disable()
+from tests.helpers.globals_of_torch import answer_of_a_fork, attributes, differences
+
+def loaded():
+    before = attributes()
+    from lightning_par import autoload
+    import lightning_par.checkpoint.files  # whose classes are made in either Lightning when they are asked for
+    autoload.register()
+    heavy = ("lightning", "pytorch_lightning", "torchmetrics")
+    return [name for name in sys.modules if name.partition(".")[0] in heavy], differences(before, attributes())
+
+first = answer_of_a_fork(loaded)
+del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+torch._import_device_backends()
 from tests.sharded.patches.test_imports import in_forks
-print(json.dumps(in_forks(*json.load(sys.stdin))))
+print(json.dumps([first, *in_forks(*json.load(sys.stdin))]))
 """
 _FOLDER = Path(lightning_par.__file__).parent
 
@@ -59,21 +62,7 @@ def in_forks(others: list[str], ours: list[str]) -> list[Any]:
     for name in others:
         with contextlib.suppress(Exception):  # it may be no module, but a name in one
             importlib.import_module(name)
-    return [_in_a_fork(question, ours) for question in (_changed, _kept)]
-
-
-def _in_a_fork(question: Callable[[list[str]], Any], ours: list[str]) -> Any:
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with open(write, "w") as answer:
-            json.dump(question(ours), answer)
-        os._exit(0)
-    os.close(write)
-    with open(read) as answer:
-        said = answer.read()
-    os.waitpid(child, 0)
-    return json.loads(said)
+    return [answer_of_a_fork(question, ours) for question in (_changed, _kept)]
 
 
 def _changed(ours: list[str]) -> list[str]:
@@ -115,13 +104,8 @@ def _kept(ours: list[str]) -> list[Any]:
     return [sorted({*replaced.values()}), len(late), kept]
 
 
-def _run(code: str, given: Any = ()) -> Any:
-    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(given), stdout=-1, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_torch_loads_no_more_of_this_than_the_names_of_strategies() -> None:
-    heavy, changed = _run(_AUTOLOAD)
+def test_torch_loads_no_more_of_this_than_the_names_of_strategies(forks: Any) -> None:
+    heavy, changed = forks[0]
     assert heavy == [] and [name.rpartition(" object")[0] for name in changed] == [
         "tables.sys.meta_path.<lightning_par.strategies.registry._Finder"
     ]
@@ -134,15 +118,17 @@ def forks() -> Any:
     found = dict.fromkeys(name for path in files for name in _imports(trees_in(_FOLDER)[path].body))
     others = [name for name in found if name.partition(".")[0] not in ("", "lightning_par")]
     assert {"torch", "torch.nn.functional", "lightning_utilities.core.apply_func"} <= {*others}
-    return _run(_FORKS, [others, ours])
+    given = json.dumps([others, ours])
+    done = subprocess.run([sys.executable, "-c", _FORKS], input=given, stdout=-1, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_an_import_changes_nothing(forks: Any) -> None:
-    assert forks[0] == []  # where what it imports is there already
+    assert forks[1] == []  # where what it imports is there already
 
 
 def test_no_module_keeps_what_a_run_puts_in_place_of_torchs(forks: Any) -> None:
     """What torch has is the same to a module of ours whenever it is imported: also while a run has replaced it."""
-    replaced, late, kept = forks[1]
+    replaced, late, kept = forks[2]
     assert {"apply", "data", "grad", "register_parameter"} <= {*replaced} and late > 50
     assert not kept

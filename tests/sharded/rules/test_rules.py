@@ -46,7 +46,7 @@ def test_value_and_gradient_on_positions_of_every_kind(case: Case) -> None:
     check(case)
 
 
-@slow(but=[*(case.name for case in CASES[::8]), "several of each row"])
+@slow(but=[*(case.name for case in CASES[::16]), "several of each row"])
 @every_case
 def test_value_and_gradient_along_the_sequence(case: Case) -> None:
     check(case, ["zigzag"], SequenceThreadAxis)
