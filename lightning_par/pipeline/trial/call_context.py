@@ -34,11 +34,10 @@ _MOST = 1_000  # things that are looked at
 def modes_around() -> tuple[Any, ...]:
     """What the user's code has set around a call that decides which values get a gradient, and of which dtype they are:
     whether gradients are kept, and what autocast lowers to."""
-    kinds = ("cpu", "cuda")
-    return (
-        torch.is_grad_enabled(),
-        *[torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds],
-    )
+    grad, cpu, cuda = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    if not (cpu or cuda):  # of each step at each event
+        return (grad,)
+    return grad, cpu and torch.get_autocast_dtype("cpu"), cuda and torch.get_autocast_dtype("cuda")
 
 
 def flags_of(told: tuple[Any, ...]) -> tuple[Any, ...]:
