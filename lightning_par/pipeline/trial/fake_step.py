@@ -17,7 +17,6 @@ from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixErro
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.drawn_numbers import DrawnNumbers
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
-from lightning_par.pipeline.trial.unhooked_node import UnhookedNode
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import map_tensors
@@ -101,9 +100,7 @@ class FakeRun(CallTree, Run):
                 "pipeline runs the step up to the end of its stages, and would not come to the line that changes it "
                 "back. Do it between steps, as in on_train_batch_start, or use x.detach() or TensorParallelStrategy."
             )
-        result = super().__torch_function__(func, types, args, kwargs)
-        is_node = self.training and getattr(func, "__name__", "") == "__get__" and name_of(func) == "grad_fn"
-        return UnhookedNode(result, user_line()) if is_node and result is not None else result
+        return super().__torch_function__(func, types, args, kwargs)
 
     def inside(self, func: Any, given: Any, result: Any) -> None:
         """A function was called within a unit."""

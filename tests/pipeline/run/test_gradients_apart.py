@@ -155,21 +155,6 @@ def test_an_activation_that_keeps_its_gradient_is_refused(pool: Pool) -> None:
         assert "test_gradients_apart.py:" in message and "(retain_grad)" in message, message
 
 
-class HooksOnGraph(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = self.net(batch[0])
-        node: Any = hidden.grad_fn
-        assert "Backward" in node.name() and node.next_functions
-        node.register_hook(print)
-        return nn.functional.cross_entropy(self.head(hidden), batch[1])
-
-
-def test_a_hook_on_a_node_of_the_graph_is_refused(pool: Pool) -> None:
-    """It was not run: the node was another in each run of the step."""
-    for message in pool.run(2, _fit, HooksOnGraph):
-        assert "test_gradients_apart.py:" in message and "(`grad_fn`)" in message, message
-
-
 def test_a_step_that_looks_at_another_stages_gradient_is_refused(pool: Pool) -> None:
     found = [x for x in pool.run(2, _fit, InStep) if isinstance(x, str)]
     assert len(found) == 2 and any("'net.0.weight', which is on another stage" in x for x in found), found
