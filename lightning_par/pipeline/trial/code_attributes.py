@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import compress
+from operator import ne
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,7 +61,8 @@ class Attributes:
         self._values: dict[str, Any] = {}
         self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
         self._environment = _environment()
-        self._writes: dict[str, int] = {}
+        self._watched_dicts: dict[str, dict[str, Any]] = {}  # of users' modules in units, since `begin`
+        self._writes: list[int] = []  # how often these had been written to then
         self._began: dict[int, tuple[Cell, Any]] | None = None  # what moved since `begin`, and what it held then
         self._look()
         # Whether something goes by other numbers, no trial run shows.
@@ -82,7 +85,8 @@ class Attributes:
     def begin(self) -> None:
         """A run of the step's own code begins, in which no unit runs: what it sets can be undone."""
         self._renewed()
-        self._began, self._writes = {}, self._written()
+        self._began, self._watched_dicts = {}, self._holders
+        self._writes = [*map(version_of_dict, self._watched_dicts.values())]
 
     def put_back(self) -> frozenset[str]:
         """Undo what was set since `begin`, and nobody has undone; returns what held that."""
@@ -101,12 +105,10 @@ class Attributes:
 
     def touched(self) -> frozenset[str]:
         """Modules in units to which something was set since `begin`, though it may be what they held then."""
-        was, now = self._writes, self._written()
-        return frozenset() if now == was else frozenset(name for name in now if was.get(name) not in (None, now[name]))
-
-    def _written(self) -> dict[str, int]:
-        """How often attributes of users' modules in units were set."""
-        return dict(zip(self._holders, map(version_of_dict, self._holders.values())))
+        now = [*map(version_of_dict, self._watched_dicts.values())]
+        return (
+            frozenset() if now == self._writes else frozenset(compress(self._watched_dicts, map(ne, now, self._writes)))
+        )
 
     def _began_with(self) -> list[tuple[Cell, Any]]:
         known = self._began or {}
