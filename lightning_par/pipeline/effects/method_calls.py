@@ -64,9 +64,13 @@ class UnitState:
         self._moved.setdefault(path, []).extend(changed)
 
     def outer(self, run: Analysis) -> frozenset[str]:
-        """The units that ``run``, which has ended, changed by other code than their own, or that it never called."""
+        """The units that ``run``, which has ended, changed by other code than their own, or that it never called.
+
+        What it set back counts, too: a stage's run may end before it comes to that.
+        """
         called = {path for path, _ in run.units}
         changed = {path for path, cells in self._before.items() if any(x.change_unlent() is not None for x in cells)}
+        changed |= self._assigned
         return frozenset(
             path for path in self._units if path not in called or path not in run.changes.keeping and path in changed
         )

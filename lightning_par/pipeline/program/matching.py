@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +50,7 @@ class Matching:
     foreseen: Program | None = None
     change: str = ""
     _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
+    _left_within: dict[int, tuple[Program, frozenset[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.held = HeldByUnits(self.watch)
@@ -68,9 +69,13 @@ class Matching:
         tape = Tape(program, memo, rank, watch.moves, watch.original, self.held) if may_be_taped(program) else None
         run = DryRun(program, memo, tape)
         kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
+        self.attributes.begin()
         try:
             self._run(step, program, run, deciding)
+            self._see_what_is_left(program)
         except Exception as error:
+            # the run ended between what it set in units and what would have set that back, or no run undoes it
+            self.attributes.put_back()
             # Shapes of another step may well be what the user's code raises at; if not, it will when it is studied.
             if not isinstance(error, ChangedError) and program is self.fresh:
                 raise
@@ -103,8 +108,22 @@ class Matching:
             self._see_what_is_set(program, deciding)
         run.finish()
         if said is not None:
-            run.see_outputs((result, said.logged, self.watch.made.values()), said.printed)
+            run.see_outputs((result, said.logged, [*self.watch.made.values()]), said.printed)
         self._see_what_hooks_meet(step, program)
+
+    def _see_what_is_left(self, program: Program) -> None:
+        """A step may set what units hold, which is undone in each run if the program's own step did so. What it sets
+        back counts, too, as a stage's run may end before; units that change themselves tell what they hold.
+
+        Raises:
+            ChangedError: the program's step did not; each run would set it once more, or leave it set.
+        """
+        left = {name for name in self.attributes.left() if not _is_within(name, program.outer)}
+        touched = self.attributes.touched()
+        left |= {name for name in touched if not _is_within(name, program.outer | program.keeping)}
+        _, known = self._left_within.setdefault(id(program), (program, frozenset(left)))
+        if program not in (self.fresh, self.foreseen) and not left <= known:
+            raise ChangedError(f"{min(left - known)}, of which the step sets something now")
 
     def _see_what_hooks_meet(self, step: Step, program: Program) -> None:
         """Hooks on gradients run before what the step has changed is there, unless it has one microbatch.
@@ -158,3 +177,8 @@ class Matching:
         if found != known:
             place = next(p for p in (*found, *known) if p not in found or p not in known or found[p] != known[p])
             raise ChangedError(f"{place}, which the step sets")
+
+
+def _is_within(name: str, units: Collection[str]) -> bool:
+    """Whether what is called ``name`` is in one of ``units``."""
+    return any(name == unit or name.startswith((f"{unit}.", f"{unit}[")) for unit in units)

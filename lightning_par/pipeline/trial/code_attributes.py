@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import compress
+from operator import ne
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.mappings import BodyCell
@@ -58,6 +61,9 @@ class Attributes:
         self._values: dict[str, Any] = {}
         self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
         self._environment = _environment()
+        self._watched_dicts: dict[str, dict[str, Any]] = {}  # of users' modules in units, since `begin`
+        self._writes: list[int] = []  # how often these had been written to then
+        self._began: dict[int, tuple[Cell, Any]] | None = None  # what moved since `begin`, and what it held then
         self._look()
         # Whether something goes by other numbers, no trial run shows.
         self._watched = {place for cell in self._cells.values() if watches_numbers(cell) for place, _ in _values(cell)}
@@ -75,6 +81,39 @@ class Attributes:
             for place, value in self._changed.items()
             if type(value) is not float or place in deciding or place not in self._watched
         )
+
+    def begin(self) -> None:
+        """A run of the step's own code begins, in which no unit runs: what it sets can be undone."""
+        self._renewed()
+        self._began, self._watched_dicts = {}, self._holders
+        self._writes = [*map(version_of_dict, self._watched_dicts.values())]
+
+    def put_back(self) -> frozenset[str]:
+        """Undo what was set since `begin`, and nobody has undone; returns what held that."""
+        held = self._began_with()
+        moved = [(cell, before) for cell, before in held if _holds_another(cell, before)]
+        for cell, before in reversed(moved):
+            cell.before = before
+            cell.restore()
+        self._began = None
+        self._renewed()
+        return frozenset(cell.name for cell, _ in moved)
+
+    def left(self) -> frozenset[str]:
+        """What holds something else than at `begin`, which nobody has undone."""
+        return frozenset(cell.name for cell, before in self._began_with() if _holds_another(cell, before))
+
+    def touched(self) -> frozenset[str]:
+        """Modules in units to which something was set since `begin`, though it may be what they held then."""
+        now = [*map(version_of_dict, self._watched_dicts.values())]
+        return (
+            frozenset() if now == self._writes else frozenset(compress(self._watched_dicts, map(ne, now, self._writes)))
+        )
+
+    def _began_with(self) -> list[tuple[Cell, Any]]:
+        known = self._began or {}
+        moved = self._still.moved(self._cells) or []
+        return [*known.values(), *((cell, cell.before) for cell in moved if id(cell) not in known)]
 
     def settle(self) -> None:
         """A step has run: what it set is known."""
@@ -102,6 +141,9 @@ class Attributes:
         if not moved:
             return {}
         before = self._values
+        if self._began is not None:
+            for cell in moved:
+                self._began.setdefault(id(cell), (cell, cell.before))
         if all(cell.renew(_KNOWN) for cell in moved):
             self._note()
         else:
@@ -111,12 +153,23 @@ class Attributes:
 
     def _look(self) -> None:
         self._cells, self._still = _cells(self._module, self._units), Still()
+        held = ((name, cell.owner) for name, cell in self._cells.items())
+        self._holders = {name: vars(owner) for name, owner in held if isinstance(owner, nn.Module)}
         self._note()
 
     def _note(self) -> None:
         self._values = {place: value for cell in self._cells.values() for place, value in _values(cell)}
         held = ((cell, key, x) for cell in self._cells.values() for key, x in cell.items())
         self._tensors = [(cell.place(key), x) for cell, key, x in held if type(x) is Tensor]
+
+
+def _holds_another(cell: Cell, before: Any) -> bool:
+    """Whether the cell's object holds something else than ``before``."""
+    known, cell.before = cell.before, before
+    try:
+        return cell.moved()
+    finally:
+        cell.before = known
 
 
 def _environment() -> dict[Any, Any]:

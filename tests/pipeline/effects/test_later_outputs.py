@@ -1,4 +1,4 @@
-"""What a step computes in each batch and logs or keeps in some alone."""
+"""What a step logs, keeps or sets in some batches alone."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ class LogsNowAndThen(LightningModule):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
         self.seen: list[Any] = []
         self.kept: Any = None
+        self.roots: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.second(self.first(batch).tanh()).square().mean()
         root = loss.detach().sqrt()
+        if batch_idx == 1:
+            self.roots.append(root)
         if batch_idx == 2:
             self.log("root", root)
         if batch_idx == 4:
@@ -38,15 +41,57 @@ class LogsNowAndThen(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         kept = None if self.kept is None else float(self.kept)
-        self.seen.append([float(self.trainer.callback_metrics.get("root", 0)), kept, float(outputs.get("root", 0))])
+        logged, returned = float(self.trainer.callback_metrics.get("root", 0)), float(outputs.get("root", 0))
+        self.seen.append([logged, kept, returned, *map(float, self.roots)])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _seen(strategy: dict[str, Any] | None) -> list[Any]:
+class Adapted(nn.Module):
+    """A layer with another one beside it, which can be switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.adapter, self.is_on, self.batches = nn.Linear(8, 8), nn.Linear(8, 8), True, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y + self.adapter(x) if self.is_on else y).tanh()
+
+
+class SetsNowAndThen(LightningModule):
+    """In some batches alone it sets what its layers hold, around a call of them or for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Adapted(), Adapted()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx % 2:
+            self.second.batches.append(batch_idx)
+        self.first.is_on = batch_idx != 1
+        y = self.second(self.first(batch))
+        self.first.is_on = True  # the first stage's run ends before
+        if batch_idx % 3 < 2:
+            return y.square().mean()
+        with torch.no_grad():  # a model that it is compared with
+            self.first.is_on = self.second.is_on = False
+            reference = self.second(self.first(batch))
+            self.first.is_on = self.second.is_on = True
+        return (y - reference).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([float(outputs["loss"]), *self.second.batches])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _seen(kind: type[Any], strategy: dict[str, Any] | None) -> list[Any]:
     torch.manual_seed(0)
-    module = LogsNowAndThen()
+    module = kind()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Trainer(
@@ -54,12 +99,15 @@ def _seen(strategy: dict[str, Any] | None) -> list[Any]:
             strategy="auto" if strategy is None else PipelineParallelStrategy(2, **strategy),
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         ).fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]  # fmt: skip
-    return module.seen
+    return list(module.seen)
 
 
-def test_what_some_batches_alone_log_and_keep_is_the_whole_batchs(pool: Pool) -> None:
-    (one,) = pool.run(1, _seen, None)
-    for found in pool.run(2, _seen, {"stages": ["second"], "microbatches": 2}):
+@pytest.mark.parametrize(("kind", "microbatches"), [(LogsNowAndThen, 2), (SetsNowAndThen, 1), (SetsNowAndThen, 2)])
+def test_what_some_batches_alone_log_keep_and_set_is_one_devices(
+    kind: type[Any], microbatches: int, pool: Pool
+) -> None:
+    (one,) = pool.run(1, _seen, kind, None)
+    for found in pool.run(2, _seen, kind, {"stages": ["second"], "microbatches": microbatches}):
         for mine, wanted in zip(found, one, strict=True):
             assert mine == pytest.approx(wanted, abs=1e-9)
 
