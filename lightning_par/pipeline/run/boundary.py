@@ -150,9 +150,9 @@ class Crossing:
                 raise OtherStageError(
                     f"{place}: this time the loss has a gradient with respect to the value that is made here, to which "
                     "none came when the step was recorded: the stages that made it don't wait for one, and would train "
-                    "without. Which values the loss depends on must follow from the batch or from flags that "
-                    "layers hold or are told, not from values of the model, numbers that layers are told or their counts. Let it depend on both in any case, "
-                    "as by torch.where, or use TensorParallelStrategy."
+                    "without. Which values the loss depends on must follow from the batch or from flags that layers "
+                    "hold or are told, not from values of the model, or numbers that layers are told or count. Let it "
+                    "depend on both in any case, as by torch.where, or use TensorParallelStrategy."
                 )
 
     def _take(self, value: Value, stage: int) -> Tensor:

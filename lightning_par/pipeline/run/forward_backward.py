@@ -207,9 +207,9 @@ class ForwardBackward:
                 f"{self.ready.step.name}: this time no gradient comes to what stage {source} of the pipeline makes, at "
                 f"{places[0]}, as one did when the step was recorded. Its parameters would get zeros for gradients, "
                 "and get none on one device, which optimizers with momentum or weight decay tell apart. Whether it "
-                "gets one must follow from the batch or from flags that layers hold or are told. Let it get one anyway, "
-                "as by adding `0 * x.sum()` to the loss, use TensorParallelStrategy, or verify=False to train all the "
-                "same."
+                "gets one must follow from the batch or from flags that layers hold or are told. Let it get one in "
+                "any case, as by adding `0 * x.sum()` to the loss, use TensorParallelStrategy, or verify=False to "
+                "train all the same."
             )
 
     def _tell(self, telling: Telling) -> None:
