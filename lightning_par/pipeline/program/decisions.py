@@ -43,6 +43,10 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
     early = program.plain_effects or any(event.kind == "read" for event in run.events[: run.tail])
     waiting: list[tuple[Guesses, frozenset[Question]]] = [(run.guesses, frozenset())]
     outline, seen = _outline(run), 1
+
+    def guards(other: Guesses) -> bool:
+        return _raises(whole, other) or (run.training and _skips(again, other, outline))
+
     while waiting:
         guesses, flipped = waiting.pop()
         for place in guesses.decided:
@@ -50,7 +54,7 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
                 continue
             seen += 1
             other = Guesses(guesses.with_other(place))
-            if early or seen > TRIES or not (_leads_to(again, other, outline) or _is_guard(whole, other)):
+            if early or seen > TRIES or not (_leads_to(again, other, outline) or guards(other)):
                 file, line, _ = place[1]
                 raise SamplesMixError(f"the step decides by a value of the whole batch at {file}:{line}")
             if other.ended:
@@ -67,13 +71,24 @@ def _leads_to(again: Again, guesses: Guesses, outline: Outline) -> bool:
     return _outline(other) == outline
 
 
-def _is_guard(whole: Again, guesses: Guesses) -> bool:
-    """Whether the user's code raises by these guesses or returns no loss, at an answer that no microbatch goes by."""
+def _raises(whole: Again, guesses: Guesses) -> bool:
+    """Whether the user's code raises by these guesses, at an answer that no microbatch goes by."""
     try:
-        _, result = whole(Guesses(guesses.patterns))
+        whole(Guesses(guesses.patterns))
     except (Exception, EndlessError) as error:
         return _is_users(error)
-    return loss_in(result) is None
+    return False
+
+
+def _skips(again: Again, guesses: Guesses, outline: Outline) -> bool:
+    """Whether a training step returns no loss by these guesses, and does nothing before that ``outline`` does not say:
+    the whole batch's tail has no other values."""
+    try:
+        other, result = again(Guesses(guesses.patterns))
+    except (Exception, EndlessError):
+        return False
+    events, _, _, effects = _outline(other)
+    return loss_in(result) is None and events == outline[0][: len(events)] and effects <= outline[3]
 
 
 def _outline(run: Analysis) -> Outline:

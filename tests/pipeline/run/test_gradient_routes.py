@@ -71,6 +71,9 @@ class Net(LightningModule):
             return None
         if way == "none by value" and not one < 0.3:
             return None
+        if way == "none, and logs" and not one < 0.3:
+            self.log("odd", x.detach().square().mean().sqrt())  # of which a loss that is a number says nothing
+            return None
         if way == "which by value":
             return one if other > one * 0.5 else other
         return one + other
@@ -125,6 +128,10 @@ def test_gradients_of_whole_batches_take_one_devices_way(way: str, pool: Pool) -
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_microbatches_take_one_devices_way(way: str, pool: Pool) -> None:
     _is_one_devices(pool, way, microbatches=2)
+
+
+def test_a_step_that_logs_something_else_and_skips_is_left_whole(pool: Pool) -> None:
+    _is_one_devices(pool, "none, and logs")
 
 
 def test_gradients_that_no_stage_waits_for_are_refused(pool: Pool) -> None:
