@@ -102,6 +102,7 @@ class StagesPart(Part):
         meeting = Meeting(axis, self.wanted.timeout, "pipeline")
         sharding = self.groups.sharding
         self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting, sharding)
+        engine.update_weights = self._outside.update_weights
         self.engine, self._module = engine, first.module
 
     def adopt(self, optimizer: Any) -> None:

@@ -17,16 +17,15 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
-from lightning_par.private.modes import DisableTorchFunction
+from lightning_par.private.modes import DisableTorchFunction, innermost_mode
 from lightning_par.private.storage import storage_of
-from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark_parameter, set_data
+from lightning_par.private.tensors import get_data, is_marked, make_wrapper_subclass, mark_parameter, set_data
 from lightning_par.sharded import aliases
 from lightning_par.sharded.local_autograd import LocalAutograd
 from lightning_par.sharded.parts import note_part
@@ -197,11 +196,18 @@ class ShardedTensor(KeepsClass, LocalAutograd):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         if has_torch_function_unary(self):  # what follows the step follows this, too, as of a plain tensor
-            return handle_torch_function(torch.Tensor.data.__get__, (self,), self)  # type: ignore[attr-defined,no-any-return]
+            return handle_torch_function(get_data, (self,), self)  # type: ignore[no-any-return]
         return self.own_data()
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if innermost_mode() is not None:
+            handle_torch_function(set_data, (self, value), self, value)
+        else:
+            self.set_own_data(value)
+
+    def set_own_data(self, value: Tensor) -> None:
+        """``data = value``, told to nobody."""
         with DisableTorchFunction():
             self._local.data, shares = self._own_part(value)
             if type(self) is ShardedTensor:  # of another dtype, say, as after `module.double()`

@@ -131,9 +131,10 @@ class Tied(Plain):
         self.last.weight = self.first.weight
 
     def training_step(self, batch: Tensor) -> Any:
+        x = self.net(self.first(batch))
         with torch.no_grad():
             self.last.weight.mul_(0.5)
-        return self.last(self.net(self.first(batch))).square().mean()
+        return self.last(x).square().mean()
 
 
 def test_each_schedule_is_asked_of_the_trial() -> None:

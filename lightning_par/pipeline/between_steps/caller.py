@@ -28,7 +28,10 @@ _BETWEEN = (
 )
 _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.
-_USERS = ("torch.optim.swa_utils", "lightning_par.sharded.patches.dummy_experiments")
+_USERS = (
+    *("torch.optim.swa_utils", "lightning_par.sharded.patches.dummy_experiments"),
+    f"{__package__}.weight_updates",
+)
 # What torch does for a caller: a module's call, where it is no unit, as a copy of one is, and what is held.
 _CALLS = {
     "torch.nn.modules.module": METHODS,

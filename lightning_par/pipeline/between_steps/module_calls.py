@@ -7,7 +7,7 @@ that a call on one rank alone ends in an error that names the others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,11 @@ from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.unlinked import unlinked
+from lightning_par.pipeline.between_steps.weight_updates import update_weights
 from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.effects import log_and_say
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, layers_heard
+from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call
 from lightning_par.python_state import generators
@@ -110,6 +112,11 @@ class Outside:
                 yield
         finally:
             self._steps = before
+
+    def update_weights(self, calls: Sequence[UpdateCall]) -> None:
+        """Within `step`: what a step does with weights alone. All ranks must call it."""
+        with self.outside(), self._joint().updating():
+            update_weights(calls)
 
     def adopt(self, optimizer: Any) -> None:
         """Show user code all gradients, and ``optimizer`` those that are here."""

@@ -74,6 +74,7 @@ class JointGradients:
         self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self._plain, self._unseen = 0, 0
+        self.updates = False  # whether a step updates weights, by calls that are the same on all ranks
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
         mine = [(name, p.axis.name) for name, p in self._parameters.items() if isinstance(p, ShardedTensor)]
         told = axis.all_gather_object(mine, "names of weights in parts")
@@ -130,6 +131,15 @@ class JointGradients:
         finally:
             self._plain = before
             self._hide()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, a step updates weights: nobody else sees what is made of them, and all ranks do the same."""
+        self.updates = True
+        try:
+            yield
+        finally:
+            self.updates = False
 
     @property
     def shows(self) -> bool:
@@ -239,6 +249,8 @@ class JointGradients:
 
     def meet(self, doing: str) -> None:
         """Wait for the other ranks, which must do the same."""
+        if self.updates:  # the step has met them
+            return
         refuse_alone(self.axis, doing)
         self.meeting(doing, _ADVICE)
 

@@ -87,7 +87,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
         wholes[memory_of(values)] = x, values
         return values
 
-    stays = _stays_in_parts(owner, func, args, kwargs)
+    stays = _stays_in_place(owner, func, args, kwargs)
     if stays is not None:
         return stays
     links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
@@ -110,12 +110,12 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     return map_tensors(away, result)
 
 
-def _stays_in_parts(owner: JointGradients, func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` makes of weights entry by entry is in parts where they are, as an average is: no rank needs values.
-    None where it needs them, or can have them."""
+def _stays_in_place(owner: JointGradients, func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` makes of weights entry by entry is where they are, in parts if they are, as an average is: no rank
+    needs values. None where it needs them, or can have them and may show them to the user."""
     weights = [x for x in tensors_in((args, kwargs)) if owner.is_weight(x)]
     names = [owner.name_of(x) for x in weights]
-    if not names or not {*names} <= owner.in_parts.keys() or len({*map(owner.holders_of, names)}) > 1:
+    if len({*map(owner.holders_of, names)}) != 1 or not (owner.updates or {*names} <= owner.in_parts.keys()):
         return None
     # Tried with what stands for them on ranks that have nothing, so that those which have parts say the same.
     standing = {id(x): _standing(owner, x) for x in weights}

@@ -103,7 +103,7 @@ class Flow:
             users[key].add(user)
             needs[user].add(key[0])
             needs[user].update(write for write in written.get(key, ()) if write < event)
-        located = [index for index, event in enumerate(run.events) if event.kind != "batch"]
+        located = [index for index, event in enumerate(run.events) if event.kind not in ("batch", "update")]
         values = [Value(key[0], _nbytes(run, key), tuple(taken)) for key, taken in users.items()]
         return cls(needs, [event.flops for event in run.events], located, values)
 

@@ -16,6 +16,7 @@ from lightning_par.pipeline.program.joined_outputs import unjoined
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.tape import Tape
+from lightning_par.pipeline.program.update_calls import UpdateCalls
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.trial.call_context import content_of, flags_of, modes_around, told_to
 from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
@@ -36,11 +37,12 @@ class DryRun(RecordedRun):
         ChangedError: it does something else.
     """
 
-    def __init__(self, program: Program, memo: Memo, tape: Tape | None = None) -> None:
+    def __init__(self, program: Program, memo: Memo, module: nn.Module, tape: Tape | None = None) -> None:
         super().__init__(program)
         self.memo = memo
         self.names: dict[int, Key] = {}  # of absent tensors
         self.tape = tape  # notes what it meets
+        self.updates = UpdateCalls(module, self.names)
         self._regions: set[int] = set()  # those that it has come to
 
     def __enter__(self) -> Any:
@@ -76,6 +78,10 @@ class DryRun(RecordedRun):
             record.told = told if record.told is None else record.told
             if record.told != told:
                 raise ChangedError(f"{user_line()}: what {func} is told")
+        if record.kind == "update":
+            if self.updates.weights_in(tensors) != record.told:
+                raise ChangedError(f"{user_line()}: which weights {func} is given")
+            self.updates.note(index, record, func, args, kwargs)
         # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
         if record.given and index < program.tail:
             if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
@@ -86,7 +92,7 @@ class DryRun(RecordedRun):
             self.memo.regions[index] = standing()
         if record.drawn:
             self.memo.draw(index, record.drawn)
-        if record.kind == "located" and record.itself is None:
+        if record.kind in ("located", "update") and record.itself is None:
             for n, (key, located) in enumerate(record.returned):
                 (names if located else self.memo.keys)[key] = (index, n)
         return index, record

@@ -67,7 +67,7 @@ class Matching:
         memo = Memo(step.batch)
         rank, watch = self.hooks.axis.rank, self.watch
         tape = Tape(program, memo, rank, watch.moves, watch.original, self.held) if may_be_taped(program) else None
-        run = DryRun(program, memo, tape)
+        run = DryRun(program, memo, self.module, tape)
         kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
         self.attributes.begin()
         try:
@@ -87,7 +87,7 @@ class Matching:
             return None
         self.fresh = self.foreseen = None
         self.attributes.changed_since(())
-        return Prepared.by(step, program, memo, tape, start)
+        return Prepared.by(step, program, memo, tape, start, run.updates.calls)
 
     def _run(self, step: Step, program: Program, run: DryRun, deciding: set[str]) -> None:
         self.watch.take_in(program.outer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.microbatch_values import share_of
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape
+from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.python_state import generators
 from lightning_par.trial.step import Step
@@ -42,12 +44,14 @@ class Part:
 
 @dataclass
 class Prepared:
-    """A step about to run: its microbatches, and where random numbers stand before and after it."""
+    """A step about to run: its microbatches, where random numbers stand before and after it, and the functions by which
+    it updates weights."""
 
     parts: list[Part]
     before: tuple[Any, ...]
     after: tuple[Any, ...]
     coupled: bool = False
+    updates: Sequence[UpdateCall] = ()
 
     @property
     def step(self) -> Step:
@@ -68,7 +72,15 @@ class Prepared:
         return len(self.parts) > 1 and not self.coupled
 
     @classmethod
-    def by(cls, step: Step, program: Program, memo: Memo, tape: Tape | None, start: tuple[Any, ...]) -> Prepared:
+    def by(
+        cls,
+        step: Step,
+        program: Program,
+        memo: Memo,
+        tape: Tape | None,
+        start: tuple[Any, ...],
+        updates: Sequence[UpdateCall],
+    ) -> Prepared:
         """``step`` by its ``program``, once a dry run has filled ``memo``.
 
         Args:
@@ -77,6 +89,7 @@ class Prepared:
             memo: what depends on the batch alone.
             tape: what the dry run saw.
             start: where random numbers stood before that.
+            updates: what it saw done with weights alone.
         """
         after = generators.global_state()
         before, count = (start[2], start[3]), program.microbatches  # of numpy and of `random`
@@ -88,4 +101,4 @@ class Prepared:
             shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in program.axes]
             pairs = zip(program.axes, shares, strict=True)
             parts = [Part(step, program, memo, before, axis, share, tape=told) for axis, share in pairs]
-        return cls(parts, start, after)
+        return cls(parts, start, after, updates=updates)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Shares = tuple[tuple[bool, ...], tuple[bool, ...]]
 """Of the tensors in what is logged, and in what loggers are given, which are shares of a sum over samples."""
 Key = tuple[int, int]  # (event, which of its tensors); events of the batch's own tensors are -1
-Kind = Literal["batch", "located", "read"]
+Kind = Literal["batch", "located", "read", "update"]
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class StepEvent:
     Attributes:
         func: the function, or the unit's FQN, or ``("metric", method)``.
         kind: ``"batch"`` if it sees the batch alone, ``"located"`` if it sees parameters, ``"read"`` if it turns a
-            located value into a Python number.
+            located value into a Python number, ``"update"`` if it is part of what is done with weights alone.
         inputs: the located values that it takes, in order.
         result: what it returned in the analysis; its tensors stand for absent values.
         place: ``file:line`` of the user's code.
@@ -66,6 +66,7 @@ class StepEvent:
         said: what a unit logs and gives to loggers of a microbatch, if anything.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
         remade: whether each run of the step has a copy of its result, since such numbers are written into it.
+        behind: whether an update follows the step's stages, not the stages the update.
     """
 
     func: Any
@@ -87,6 +88,7 @@ class StepEvent:
     viewed: bool = False
     live: bool = False
     remade: bool = False
+    behind: bool = False
     told: tuple[Any, ...] | None = None
     by_numbers: bool = True
     by_content: bool = False

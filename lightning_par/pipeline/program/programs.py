@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_par.pipeline.program.lent_buffers import lacking_buffers
 from lightning_par.pipeline.program.matching import Matching
 from lightning_par.pipeline.program.prepared_step import Part, Prepared
 from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import Attributes, flags_among
 from lightning_par.pipeline.trial.side_inputs import UnitError
@@ -119,6 +120,7 @@ class Programs:
         samples = step.samples
         count = max(1, min(microbatches, samples))
         parts: list[Part] = []
+        updates: Sequence[UpdateCall] = ()
         began = generators.global_state()
         for own in (Positions.even(samples, count).indices(i) for i in range(count)):
             low, high = int(own[0]), int(own[-1]) + 1
@@ -126,10 +128,11 @@ class Programs:
             def cut(x: Tensor, low: int = low, high: int = high) -> Tensor:
                 return x[low:high] if x.ndim and x.shape[0] == samples else x
 
-            (part,) = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1).parts
+            ready = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1)
+            (part,), updates = ready.parts, updates or ready.updates  # once for all of them
             part.share, part.apart = len(own) / samples, count > 1
             parts.append(part)
-        return Prepared(parts, began, generators.global_state(), coupled=len(parts) > 1)
+        return Prepared(parts, began, generators.global_state(), coupled=len(parts) > 1, updates=updates)
 
     def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
         """Add a program to ``known``; returns the count of microbatches that it is for."""

@@ -51,9 +51,9 @@ class Lent:
             return
         if any(memory_of(x) in self._given for x in tensors_in(into)):
             raise NotImplementedError(
-                f"{user_line()}: `{name}` writes into a tensor that a module was given before. Over several ranks such "
-                "tensors are computed first of all. Write the function that returns a new one, e.g. `x = x + 1` for "
-                "`x += 1`."
+                f"{user_line()}: `{name}` writes into a tensor that a module was given before, or that was logged. "
+                "Over several ranks such tensors are computed first of all. Write the function that returns a new one, "
+                "e.g. `x = x + 1` for `x += 1`."
             )
 
     def about_to_take(self, tensors: Iterable[Tensor]) -> None:

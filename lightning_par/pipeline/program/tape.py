@@ -134,7 +134,7 @@ class Tape:
 
     def note(self, index: int, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
         """An event is about to run."""
-        if index not in self.own or record.kind == "batch" or record.itself is not None:
+        if index not in self.own or record.kind in ("batch", "update") or record.itself is not None:
             return
         try:
             self._check(record, func, args, kwargs)

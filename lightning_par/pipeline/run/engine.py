@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.programs import Programs
+from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.forward_backward import ForwardBackward
 from lightning_par.pipeline.run.gradients_apart import GradientsApart
 from lightning_par.pipeline.run.messages import Messenger
@@ -79,6 +80,7 @@ class Engine:
         self.foretold: tuple[frozenset[str] | None] | None = None  # by verification: see `_expected`
         self.flops = 0.0  # of the step that was prepared last
         self.overwritten: frozenset[str] = frozenset()  # by that step: parameters, and buffers within units
+        self.update_weights: Callable[[Sequence[UpdateCall]], None] = _no_updates
         self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property
@@ -119,6 +121,7 @@ class Engine:
         seen = self.inner_state.agree(ready.program) or self.programs.hooks.on_backwards
         gradients = StepGradients(self, ready, named, scale, ahead, seen)
         settled: list[Any] = []
+        self._update(ready, behind=False)
 
         def settle(effects: Effects) -> None:
             settled.append(self._settle(step, ready, effects))
@@ -132,6 +135,7 @@ class Engine:
         gradients.land()
         # done already where hooks in the backwards may meet what the step did
         result = settled[0] if settled else self._settle(step, ready, effects)
+        self._update(ready, behind=True)
         loss = loss_in(result)
         if loss is None:
             self._skipped(ready, seen)
@@ -139,6 +143,12 @@ class Engine:
         if expected is not None:
             gradients.check(expected)
         return _with_loss(result, gradients.delivered(loss))
+
+    def _update(self, ready: Prepared, behind: bool) -> None:
+        """What the step does with weights alone, before its stages or ``behind`` them."""
+        calls = [call for call in ready.updates if call.behind == behind]
+        if calls:
+            self.update_weights(calls)
 
     def _skipped(self, ready: Prepared, seen: bool) -> None:
         """A step returned no loss: its gradients are dropped, if it was ready for some, and none were compared.
@@ -223,7 +233,10 @@ class Engine:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
         ready = self.programs.prepare(step, microbatches)
         schedule = self.order.forwards([part.program for part in ready.parts])
-        return self._settle(step, ready, ForwardBackward(self, ready, schedule, 1.0, key).run())
+        self._update(ready, behind=False)
+        result = self._settle(step, ready, ForwardBackward(self, ready, schedule, 1.0, key).run())
+        self._update(ready, behind=True)
+        return result
 
     def _settle(self, step: Step, ready: Prepared, effects: Effects) -> Any:
         """What the step did becomes known, and done, on all ranks."""
@@ -250,6 +263,10 @@ class Engine:
         """In a rehearsal: what the step stored is there where its backward meets it, and nothing else is done."""
         told = replace(self._told(ready, effects), logs=[], said=[])
         apply(told, self.module, self.programs.watch, ready.whole, show=False)
+
+
+def _no_updates(calls: Sequence[UpdateCall]) -> None:
+    raise NotImplementedError("Nothing updates weights on all ranks.")
 
 
 def _with_loss(result: Any, loss: Tensor) -> Any:

@@ -19,8 +19,13 @@ from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.trial.placeholders import AbsentNumber
 from lightning_par.private.compiler import uncompiled
 from lightning_par.private.modes import innermost_mode
+from lightning_par.private.tensors import get_data, set_data
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.sharded.functions import name_of
 from lightning_par.trial.guesses import Guesses
+
+_OF_DATA = {"__get__": get_data, "__set__": set_data}
+"""As which all runs meet ``x.data``, whatever has replaced it in one of them."""
 
 
 class Run(TorchFunctionMode):
@@ -54,12 +59,15 @@ class Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         # within an event or a unit: its inner functions are not events
-        if self.depth or is_metadata(func, getattr(func, "__name__", "")):
+        if self.depth or is_metadata(func, name):
             return func(*args, **kwargs)
+        if name in _OF_DATA and name_of(func) in ("data", "__set__"):
+            func = _OF_DATA[name]
         # so that no value crosses stages for its dtype or shape alone
-        if getattr(func, "__name__", "") in WITHOUT_ANOTHER and len(args) == 2 and isinstance(args[1], Tensor):
-            func, args, more = WITHOUT_ANOTHER[func.__name__](*args)
+        elif name in WITHOUT_ANOTHER and len(args) == 2 and isinstance(args[1], Tensor):
+            func, args, more = WITHOUT_ANOTHER[name](*args)
             kwargs = {**more, **kwargs}
         self.depth += 1
         try:

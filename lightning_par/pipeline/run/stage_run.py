@@ -137,6 +137,8 @@ class StageRun(StageValues):
             result = again(index, func, args, kwargs)
             self.note_alias(func, args, result)
             return result
+        if record.kind == "update":  # done apart
+            return self.from_apart(args, kwargs, record)
         if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:

@@ -14,7 +14,7 @@ from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_l
 from lightning_par.pipeline.run.errors import OtherStageError
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
-from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, twin
+from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin
 from lightning_par.python_state.tensor_writes import set_to
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.rules.lookup import user_line
@@ -83,6 +83,12 @@ class StageValues(RecordedRun):
             return self.got[key]
 
         return map_returned(value, twin(record.result))
+
+    def from_apart(self, args: Any, kwargs: Any, record: StepEvent) -> Any:
+        """What stands for a value that is made of weights alone, which no stage takes."""
+        if record.itself is not None:
+            return tensors_in((args, kwargs))[record.itself]
+        return None if record.sets else twin(record.result)
 
     def present(self, value: Any) -> Any:
         """``value`` with what has been received in place of absent tensors."""

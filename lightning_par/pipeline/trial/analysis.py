@@ -79,6 +79,8 @@ class Analysis(FakeRun):
         values: the tensors that it meets.
         changes: of units, in Python objects.
         direct: parameters used at container level, and by which event.
+        told: those that are logged, read or given to metrics themselves, and before which event.
+        lending: events by which a parameter has the memory of another one.
         units: called, and which event that is.
         tail: the first event behind the last call of a unit.
         overwritten: parameters, buffers within units, and which event writes.
@@ -124,6 +126,8 @@ class Analysis(FakeRun):
         self.read_first: str | None = None  # where a step without a backward first read a value
         self.events: list[StepEvent] = []
         self.direct: list[tuple[str, int]] = []
+        self.told: list[tuple[str, int]] = []
+        self.lending: set[int] = set()
         self.units: list[tuple[str, int]] = []
         self.tail = 0
         self.overwritten: list[tuple[str, int]] = []
@@ -258,7 +262,8 @@ class Analysis(FakeRun):
     def uses(self) -> Iterable[Use]:
         """Every located value with each event that takes it; metrics, logs and what is returned take it at the end."""
         for index, event in enumerate(self.events):
-            yield from ((key, inf if is_metric_call(event) else index) for key in event.inputs)
+            if event.kind != "update":
+                yield from ((key, inf if is_metric_call(event) else index) for key in event.inputs)
         yield from ((self.values.keys[id(x)], inf) for x in self.effects if id(x) in self.values.keys)
 
     def finish(self) -> None:
@@ -286,15 +291,30 @@ class Analysis(FakeRun):
 
     def _note_overwritten(self, index: int, written: set[Any]) -> None:
         memory = self.values.memory
-        for name in (memory.names[one] for one in written & memory.names.keys()):
-            if self.axis is not None:
-                raise SamplesMixError(f"{memory.places[name]}: {name!r} is written into at each run")
-            self.overwritten.append((name, index))
+        self.overwritten += [(memory.names[one], index) for one in written & memory.names.keys()]
+
+    def refuse_repeated_writes(self) -> None:
+        """Raises `SamplesMixError` where each of several microbatches would write into a weight."""
+        for name, _ in self.overwritten if self.axis is not None else ():
+            raise SamplesMixError(f"{self.values.memory.places[name]}: {name!r} is written into at each run")
 
     def use_parameter(self, x: Tensor) -> None:
         """The next event takes ``x``, which may be a parameter."""
         if self.values.is_parameter(x):
             self.direct.append((self.values.names[id(x)], len(self.events)))
+
+    def tell(self, value: Any) -> list[Tensor]:
+        """``value`` is logged, printed or given to a logger; its tensors."""
+        self.note_told(value)
+        tensors = tensors_in(self.followed(value))
+        self.lent.give(x for x in tensors if not is_located(x) and not self.values.is_state(x))
+        self.effects += tensors
+        return tensors
+
+    def note_told(self, value: Any) -> None:
+        """Parameters in ``value`` are told as they are now, by no function."""
+        names = self.values.names
+        self.told += [(names[id(x)], len(self.events)) for x in tensors_in(value) if id(x) in names]
 
     def with_samples(self, value: Any) -> Any:
         """Tensors of the batch alone, cut where they are known to hold samples."""

@@ -130,14 +130,14 @@ def listen(copy: nn.Module, run: Analysis) -> None:
             outputs.say(f"self.log({name!r}, ...)", (value, args, kwargs), run.trace)
             return
         run.handed.check_outside(value)
-        run.effects += tensors_in(run.followed(value))
+        run.tell(value)
 
     def log_dict(values: Any, *args: Any, **kwargs: Any) -> None:
         if outputs.path is not None:
             outputs.say(f"self.log_dict({[*values]}, ...)", (dict(values), args, kwargs), run.trace)
             return
         run.handed.check_outside(dict(values))
-        run.effects += tensors_in(run.followed(dict(values)))
+        run.tell(dict(values))
 
     def hear(said: Said) -> None:
         if outputs.path is not None:
@@ -145,16 +145,14 @@ def listen(copy: nn.Module, run: Analysis) -> None:
                 what = f"logger.{'.'.join(said.path)}(...)"
                 outputs.say(what, (said.args, said.kwargs), run.trace, to_logger=True)
         elif isinstance(said, SayingCall):
-            run.effects += tensors_in(run.followed((said.args, said.kwargs)))
+            run.tell((said.args, said.kwargs))
 
     def print_(*args: Any, **kwargs: Any) -> None:
         if outputs.path is not None:
             outputs.say("self.print(...)", (printed(*args, **kwargs),), run.trace)
             outputs.write(tensors_in((args, kwargs)))
             return
-        printed_values = tensors_in(run.followed((args, kwargs)))
-        run.effects += printed_values
-        run.prints |= any(is_located(x) for x in printed_values)
+        run.prints |= any(map(is_located, run.tell((args, kwargs))))
 
     def refuse() -> None:
         if outputs.path is not None:

@@ -25,6 +25,7 @@ from lightning_par.pipeline.trial.placeholders import standing_in
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
 from lightning_par.pipeline.trial.untraced import untraced
+from lightning_par.pipeline.trial.weight_updates import set_updates_apart
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_hooks import number_of_backward_hooks
@@ -172,6 +173,8 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run.outer, run.resets = (asked.outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
     run.effects += held(copy, homes.keys() - run.outer, batch, run)
     run.finish()
+    set_updates_apart(run)
+    run.refuse_repeated_writes()
     result = run.followed(result)
     if step.grad:
         run.values.check_unseen(loss_in(result))

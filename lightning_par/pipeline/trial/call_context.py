@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from itertools import groupby
 from types import FunctionType, MethodType, ModuleType
@@ -38,6 +39,15 @@ def modes_around() -> tuple[Any, ...]:
     if not (cpu or cuda):  # of each step at each event
         return (grad,)
     return grad, cpu and torch.get_autocast_dtype("cpu"), cuda and torch.get_autocast_dtype("cuda")
+
+
+@contextmanager
+def as_around(modes: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, autocast is as `modes_around` has told it."""
+    with ExitStack() as stack:
+        for kind, dtype in zip(("cpu", "cuda"), modes[1:]):
+            stack.enter_context(torch.autocast(kind, dtype=dtype or None, enabled=bool(dtype)))
+        yield
 
 
 def flags_of(told: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ def record_metric(run: Analysis, metric: Any, method: str, args: Any, kwargs: An
     sources = [x.local if isinstance(x, ShardedTensor) else x for x in located]
     value = value_like(metric, method, args, kwargs)
     result = map_tensors(lambda x: linked(run.mode.from_tensor(x.detach()), sources * x.requires_grad), value)
+    run.note_told(located)
     run.keep(("metric", method), "located", tensors_in((args, kwargs)), result)
     run.effects += [x for x in tensors_in((args, kwargs)) if is_located(x)]
     run.tags.update((id(x), Share.MIXED) for x in tensors_in(result))

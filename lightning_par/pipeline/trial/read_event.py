@@ -26,6 +26,7 @@ def record_read(run: Analysis, func: Any, name: str, args: Any, kwargs: Any, loc
     elif not all(map(run.values.is_parameter, located)):
         run.reads.append((len(run.events), place))
     run.has_read = True
+    run.note_told(located)
     if not run.training and not run.is_within():
         run.read_first = run.read_first or place
     result = read_placeholder(name, located[0], args)

@@ -12,7 +12,7 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.modes import DisableTorchFunctionSubclass
-from lightning_par.private.tensors import view_base
+from lightning_par.private.tensors import set_data, view_base
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
@@ -60,7 +60,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
     found = _rules[func]
-    if found is _metadata or found is _data:
+    if found is _metadata or found is _data or found is _set_data:
         return found(func, *args, **kwargs)
     call = repeated_calls.call_of(func, args, kwargs)
     if call is not None:  # nothing of what follows looks at it
@@ -162,6 +162,8 @@ def _resolve(func: Any) -> Rule | None:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _attribute(getattr(func.__self__, "__name__", ""))
+    if func == set_data:
+        return _set_data
     module = getattr(func, "__module__", None) or ""
     # torch.fft and torch.special reuse names for other functions; torch.nn.init draws what one device would.
     if module.startswith(("torch.fft", "torch.special", "torch.nn.init")):
@@ -209,6 +211,10 @@ def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _data(func: Any, x: ShardedTensor) -> ShardedTensor:
     return x.own_data()
+
+
+def _set_data(func: Any, x: ShardedTensor, value: Tensor) -> None:
+    x.set_own_data(value)
 
 
 @rule(*raw_memory.ASKS)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import PipelineParallelStrategy
+from lightning_par import PipelineParallelStrategy, dry_run
 from lightning_par.pipeline.program.joined_outputs import LoggedValues, unjoined
 from tests.helpers.pool import Pool
 
@@ -125,3 +125,17 @@ def test_values_that_cant_be_joined_are_found() -> None:
 
     assert found(said.logged) is None and found({"a": [other]}) == (1, 0) and found(state) == (-1, 0)
     assert unjoined(said.printed, names, frozenset(), lambda x: False) == (0, 0)
+
+
+class LogsAndWrites(LogsNowAndThen):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        total = batch.sum()
+        self.log("total", total)
+        total += 1
+        return super().training_step(batch, batch_idx) + total
+
+
+def test_what_was_logged_is_not_written_into_afterwards() -> None:
+    """What depends on the batch alone is computed before anything is logged: the sum with the one was."""
+    with pytest.raises(NotImplementedError, match="`add_` writes into a tensor .* that was logged|`__iadd__` writes"):
+        dry_run(LogsAndWrites, BATCHES[:4], {"pipeline_parallel_size": 2}, devices=2, precision="64-true")

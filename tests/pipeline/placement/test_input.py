@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
     "writes into what a module was given": (
         WritesGiven,
         dict(placement=HALVES),
-        [line(WritesGiven.forward, "x += 1.0"), "writes into a tensor that a module was given before"],
+        [line(WritesGiven.forward, "x += 1.0"), "writes into a tensor that a module was given before, or"],
     ),
 }  # fmt: skip
 

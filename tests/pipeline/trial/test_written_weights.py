@@ -19,19 +19,23 @@ BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8)
 
 
 class Writes(LightningModule):
-    """Into a weight, or its rows, before it is used."""
+    """Into a weight, or its rows, before it is used, or before it is used again."""
 
-    def __init__(self, tied: bool = False, rows: bool = True) -> None:
+    def __init__(self, tied: bool = False, rows: bool = True, again: bool = False) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.again = rows, again
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         if tied:
             self.last.weight = self.first.weight
 
     def training_step(self, batch: Tensor) -> Any:
-        self.write(self.first.weight)
-        return self.last(self.net(self.first(batch).relu()).relu()).square().mean()
+        if not self.again:
+            self.write(self.first.weight)
+        x = self.net(self.first(batch).relu())
+        if self.again:
+            self.write(self.first.weight)
+        return self.last(x.relu()).square().mean()
 
     def write(self, weight: Tensor) -> None:
         with torch.no_grad():
@@ -84,4 +88,4 @@ def test_a_part_of_a_weight_is_written_into_as_on_one_device(
 def test_what_one_of_two_ranks_would_write_into_is_refused(rows: bool) -> None:
     asked = {"pipeline_parallel_size": 2, "microbatches": 1}
     with pytest.raises(ValueError, match="writes into 'first.weight', which is used on ranks 0 and 1 of the pipeline"):
-        dry_run(lambda: Writes(True, rows), BATCHES[:8], asked, devices=2, precision="64-true")
+        dry_run(lambda: Writes(True, rows, again=True), BATCHES[:8], asked, devices=2, precision="64-true")

@@ -1,0 +1,69 @@
+"""The functions by which a step updates weights, as a dry run meets them, to be called before or behind its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par.pipeline.program.program import Key, StepEvent
+from lightning_par.pipeline.program.tape import Absent, filled
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """One function, with an `Absent` for what another one is to make.
+
+    Attributes:
+        index: of the event.
+        place: ``file:line`` of the user's code.
+        behind: whether it follows the step's stages.
+        around: the modes around it, as `modes_around` tells them.
+    """
+
+    index: int
+    func: Any
+    args: Any
+    kwargs: Any
+    place: str
+    behind: bool
+    around: tuple[Any, ...]
+
+    def given(self, made: Mapping[Key, Tensor]) -> tuple[Any, Any]:
+        """Its arguments, by what others have ``made``."""
+        return filled((self.args, self.kwargs), made.__getitem__)
+
+
+@dataclass
+class UpdateCalls:
+    """Notes those of one dry run.
+
+    Args:
+        module: whose weights are updated.
+        names: what absent tensors stand for, by their ids.
+    """
+
+    module: nn.Module
+    names: Mapping[int, Key]
+    calls: list[UpdateCall] = field(default_factory=list)
+    _weights: dict[int, str] = field(default_factory=dict)
+
+    def weights_in(self, given: Any) -> tuple[str, ...]:
+        """The names of the weights in ``given``, one after another."""
+        if not self._weights:
+            self._weights = {id(p): name for name, p in self.module.named_parameters()}
+        return tuple(self._weights[id(x)] for x in tensors_in(given) if id(x) in self._weights)
+
+    def note(self, index: int, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
+        """The event ``index`` is met."""
+        given, named = map_tensors(self._told, (args, kwargs))
+        self.calls.append(UpdateCall(index, func, given, named, record.place, record.behind, record.around))
+
+    def _told(self, x: Tensor) -> Any:
+        key = self.names.get(id(x))
+        if key is not None:
+            return Absent(key)
+        return x if id(x) in self._weights else x.detach().clone()  # of the batch, which the step may change

@@ -1,0 +1,188 @@
+"""Steps that update weights by weights alone: a teacher's momentum update, a copy of one network to another."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader
+
+from lightning_par import HybridParallelStrategy, LayerPlacementStrategy, dry_run
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+
+BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
+PIPELINE = {"pipeline_parallel_size": 2, "stages": ["target"]}
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+
+
+class Pair(LightningModule):
+    """A network on one stage, and its teacher on the other."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.net = way, _net()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+        for p in self.target.parameters():
+            p.add_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        where, _, how = self.way.partition(" ")
+        update: Callable[[], None] = getattr(self, how)
+        if where in ("first", "both"):
+            update()
+        x = self.net(batch)
+        if where == "between":  # as in MoCo
+            update()
+        with torch.no_grad():
+            y = self.target(batch + 0.1)
+        if where in ("last", "both"):
+            update()
+        loss = F.mse_loss(x, y) + x.square().mean()
+        self.log("loss", loss)
+        return loss if where != "kept" else self.kept(batch, loss)
+
+    @torch.no_grad()
+    def data(self) -> None:
+        momentum = 1 - 0.5 / (self.global_step + 1)
+        for p, q in zip(self.net.parameters(), self.target.parameters()):
+            q.data = q.data * momentum + p.data * (1.0 - momentum)
+
+    def in_place(self) -> None:
+        for p, q in zip(self.net.parameters(), self.target.parameters()):
+            q.data.mul_(0.9).add_(p.detach(), alpha=0.1)
+
+    @torch.no_grad()
+    def foreach(self) -> None:
+        torch._foreach_lerp_([*self.target.parameters()], [*self.net.parameters()], 0.1)
+
+    def state(self) -> None:
+        if self.global_step % 3 == 0:  # as in DQN
+            self.target.load_state_dict(self.net.state_dict())
+
+    @torch.no_grad()
+    def one(self) -> None:
+        at = self.global_step % 2  # another one in each step
+        self.target[at][0].weight.copy_(F.normalize(self.net[at][0].weight, dim=1))  # type: ignore[index]
+
+    @torch.no_grad()
+    def vector(self) -> None:
+        mixed = parameters_to_vector(self.target.parameters()) * 0.9 + parameters_to_vector(self.net.parameters()) * 0.1
+        vector_to_parameters(mixed, self.target.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=0.05)
+
+
+def _trained(way: str, layout: dict[str, Any] | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+    torch.manual_seed(0)
+    module, strategy, devices = Pair(way), "auto", 1
+    if layout is not None:
+        devices = 2 * layout.get("tensor_parallel_size", layout.get("data_parallel_size", 1))
+        placed = layout.get("placement") is not None
+        strategy = LayerPlacementStrategy(**layout) if placed else HybridParallelStrategy(**PIPELINE, **layout)  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
+    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    return {name: x.detach().clone() for name, x in module.state_dict().items()}, logged
+
+
+def _is_one_devices(pool: Pool, way: str, layout: dict[str, Any], ranks: int = 2) -> None:
+    ((one, logged),) = pool.run(1, _trained, way, None)
+    for found, said in pool.run(ranks, _trained, way, layout):
+        for name, x in one.items():
+            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
+        assert said == pytest.approx(logged, abs=1e-9)
+
+
+WAYS = [
+    "first data",
+    "first in_place",
+    "first foreach",
+    "first vector",
+    "first one",
+    "first state",
+    "between data",
+    "last in_place",
+    "last state",
+    "both data",
+]
+
+
+@slow("first in_place", "first vector", "first state", "both data")
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_are_updated_as_on_one_device(way: str, pool: Pool) -> None:
+    _is_one_devices(pool, way, {"microbatches": 2})
+
+
+@slow("first data", "last state")
+@pytest.mark.parametrize("way", ["first data", "first foreach", "last state"])
+def test_weights_are_updated_with_whole_batches(way: str, pool: Pool) -> None:
+    _is_one_devices(pool, way, {"microbatches": 1})
+
+
+@slow()
+@pytest.mark.parametrize("way", ["first data", "between data", "last in_place", "last state"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "data_parallel": "fsdp"}, {"data_parallel_size": 2}],
+    ids=["tensor", "fsdp", "data"],
+)
+def test_weights_in_parts_are_updated(way: str, layout: dict[str, Any], pool: Pool) -> None:
+    _is_one_devices(pool, way, layout, ranks=4)
+
+
+@slow("last in_place")
+@pytest.mark.parametrize("way", ["first data", "last in_place"])
+def test_weights_on_placed_devices_are_updated(way: str, pool: Pool) -> None:
+    _is_one_devices(pool, way, {"placement": {"net": 0, "target": 1}})
+
+
+class Refused(Pair):
+    """Each update comes between two uses of what it writes into, or of what stands for it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.way == "logged":
+            self.log("scale", self.scale)
+            self.scale.data.mul_(0.5)
+        view = self.target[0][0].weight.detach()[0]  # type: ignore[index]
+        before = self.target(self.net(batch)).square().mean() * self.scale
+        if self.way == "drawn":
+            self.net[0][0].weight.data.add_(torch.rand_like(self.net[0][0].weight))  # type: ignore[index]
+        elif self.way == "shared":
+            self.net[0][0].weight.data = self.target[0][0].weight.data  # type: ignore[index]
+        elif self.way != "logged":
+            self.in_place()
+        if self.way == "viewed":
+            return before + view.sum() * self.net(batch).sum()
+        return before + self.target(self.net(batch)).square().mean() * self.scale
+
+
+@pytest.mark.parametrize("way", ["used again", "viewed", "drawn", "shared", "logged"])
+def test_updates_that_stages_would_see_in_part_are_refused(way: str) -> None:
+    with pytest.raises(ValueError, match="the step writes into '.*', which is used on ranks 0 and 1"):
+        dry_run(lambda: Refused(way), BATCHES[:4], {**PIPELINE, "microbatches": 1}, devices=2, precision="64-true")
+
+
+def test_a_dry_run_updates_weights() -> None:
+    found = dry_run(lambda: Pair("first data"), BATCHES[:4], PIPELINE, devices=2, precision="64-true")
+    weights = sum(p.numel() for p in _net().parameters()) * 8
+    assert found.sent["pipeline", "weights"] == 2 * weights  # what both are averaged of
