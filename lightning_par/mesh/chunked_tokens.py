@@ -87,7 +87,7 @@ class Arrival:
         while self._under_way:
             place, rows = self.chunks.of_whole(made, self._come), self._next().to(weight.dtype)
             if self.chunks.by_sample:  # they follow one another
-                place, rows = place.view(-1, place.shape[-1]), rows.reshape(-1, rows.shape[-1])
+                place, rows = place.flatten(0, 1), rows.flatten(0, 1)
             product(rows, weight, bias, place)
         return made
 
@@ -123,7 +123,7 @@ def product_summed(x: Tensor, weight: Tensor, chunks: Chunks, axis: Axis, purpos
     for number in range(chunks.count):
         rows = chunks.of_whole(x, number)
         partial = x.new_empty((*rows.shape[:-1], weight.shape[0]))
-        product(rows.reshape(-1, rows.shape[-1]), weight, None, partial.view(-1, weight.shape[0]))
+        product(rows.flatten(0, 1), weight, None, partial.flatten(0, 1))
         if chunks.by_sample and not chunks.in_order(number):
             under_way.append(axis.start_sum_of_parts(list(partial.split(counts, 1)), purpose))
             continue

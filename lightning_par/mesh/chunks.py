@@ -80,12 +80,12 @@ class Chunks:
 
     def of_part(self, part: Tensor, number: int) -> Tensor:
         """What of a rank's contiguous ``part`` goes with a message, a view: samples, or rows."""
-        rows = part if self.by_sample else part.view(-1, part.shape[-1])
+        rows = part if self.by_sample else part.flatten(0, 1)
         return rows[self.ends[number] : self.ends[number + 1]]
 
     def of_whole(self, whole: Tensor, number: int) -> Tensor:
         """What of the contiguous ``whole`` goes with a message, a view: samples, or (ranks, rows, features)."""
-        rows = whole if self.by_sample else whole.view(self.ranks, -1, whole.shape[-1])
+        rows = whole if self.by_sample else whole.flatten(0, 1).unflatten(0, (self.ranks, -1))
         return rows.narrow(0 if self.by_sample else 1, self.ends[number], self.ends[number + 1] - self.ends[number])
 
 
@@ -96,7 +96,8 @@ def chunks_of(
 
     Args:
         shape: of the tensor that moves, whole.
-        made: features of the product of each token: of what is made of gathered tokens, of what summed ones are made.
+        made: features of the product of each token, as a rank has them on average: of what is made of gathered
+            tokens, of what summed ones are made.
         itemsizes: bytes of an element that moves, and of one that is multiplied.
         dim: that of the tokens.
         positions: who holds which token.

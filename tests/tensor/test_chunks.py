@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,14 +15,15 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import HybridParallelStrategy, ledger
+from lightning_par import HybridParallelStrategy, dry_run, ledger
 from lightning_par.mesh import chunks, overlapped_entry
 from lightning_par.mesh.chunks import SPEEDS, Speeds, chunks_of, how_many
 from lightning_par.mesh.positions import Positions
 from tests.helpers.accelerator import accelerator, device_type
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
-from tests.tensor.test_counts import h, s
+from tests.planner.test_counts import BATCH, planned
+from tests.tensor.test_counts import LAYERS, Counted, count, h, s
 from tests.tensor.test_hidden_messages import STEPS, Net
 
 EVEN, UNEVEN = Positions.even(8192, 8), Positions.even(8190, 8)
@@ -65,11 +67,11 @@ def test_as_many_chunks_as_take_the_least_time(made: int, count: int) -> None:
 
 
 class Reads(nn.Module):
-    """An island whose tokens are the first dim."""
+    """An island whose tokens are the first dim, and of whose features one rank has more."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 48), nn.Linear(48, h)
+        self.norm, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 33), nn.Linear(33, h)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
@@ -118,6 +120,14 @@ WHOLE = ("uneven, one sample", "zbv")
 """How a run goes on as ever."""
 
 
+@contextmanager
+def hiding(chunked: bool) -> Iterator[None]:
+    """Messages of any size are hidden, by chunks or not."""
+    speeds = {device_type(): ALWAYS} if chunked else {}
+    with patch.dict(chunks.SPEEDS, speeds, clear=True), patch.object(overlapped_entry, "LEAST_BYTES", 0):
+        yield
+
+
 def train(how: str, chunked: bool) -> tuple[list[dict[str, Tensor]], dict[Any, int], dict[Any, int], list[Tensor]]:
     """Gradients before each step, bytes and messages of the tensor axis by what they are, and predictions."""
     warnings.simplefilter("ignore")
@@ -135,11 +145,7 @@ def train(how: str, chunked: bool) -> tuple[list[dict[str, Tensor]], dict[Any, i
     batches = [torch.randn(*shape, h, generator=g, dtype=torch.float64).to(dtype) for _ in range(2 * STEPS)]
     loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     module = Chunked(how)
-    speeds = {device_type(): ALWAYS} if chunked else {}
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(chunks.SPEEDS, speeds, clear=True))
-        stack.enter_context(patch.object(overlapped_entry, "LEAST_BYTES", 0))
-        moved = stack.enter_context(ledger())
+    with hiding(chunked), ledger() as moved:
         trainer.fit(module, loader)
         predicted = [] if sizes else trainer.predict(module, loader)
     nbytes: dict[Any, int] = defaultdict(int)
@@ -167,3 +173,23 @@ def test_gradients_and_bytes_are_those_of_one_message(pool: Pool, how: str) -> N
                 torch.testing.assert_close(grad, b[name], **close)
         for x, y in zip(predicted, said, strict=True):
             torch.testing.assert_close(x, y, **close)
+
+
+def _moved() -> Any:
+    with hiding(True):
+        return count("gelu", None, True)[0]
+
+
+@slow()
+def test_plans_and_dry_runs_know_of_chunks(pool: Pool) -> None:
+    layout = {"tensor_parallel_size": 2, "shard_residual": True}
+    moved = pool.run(2, _moved)[0]
+    with hiding(True):
+        dry = dry_run(lambda: Counted("gelu"), BATCH, layout, devices=2, rank=0)
+        said = planned(layout, "gelu")["sent"]["tensor"]
+    assert said == moved.sent(axis="tensor")
+    kinds = [(purpose, verb) for purpose in ("enter", "leave") for verb in ("all_gather", "reduce_scatter")]
+    messages = [len(moved.select(verb, "tensor", purpose)) for purpose, verb in kinds]
+    assert messages == [dry.messages["tensor", purpose, verb] for purpose, verb in kinds]
+    # Those of attention and the head in two chunks; the MLP's products take so long that little would be gained.
+    assert messages == [3 * LAYERS + 2, 2 * LAYERS + 1, 3 * LAYERS + 1, 3 * LAYERS + 1]

@@ -21,8 +21,11 @@ from lightning_par.mesh.collectives import gather
 from lightning_par.mesh.listener import thread
 from lightning_par.mesh.overlapped_entry import pays
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sharded.rules.column_linear import are_alike, multiplied
 from lightning_par.sharded.tensor import ShardedTensor
+
+_KINDS = (Tensor, torch.nn.Parameter, FakeTensor)  # a dry run's messages are those of the run
 
 
 def entry_chunks(func: Any, args: Sequence[Any], kwargs: dict[str, Any], residual: Any) -> Chunks | None:
@@ -37,12 +40,19 @@ def entry_chunks(func: Any, args: Sequence[Any], kwargs: dict[str, Any], residua
     if bias is not None and not (isinstance(bias, ShardedTensor) and bias._positions.agree(weight._positions)):
         return None
     local, w, b = x._local, weight._local, None if bias is None else bias._local
-    if w.ndim != 2 or x.shape[-1] != w.shape[1] or not are_alike(local, w, b) or not _may(local, x.numel(), residual):
+    if (
+        w.ndim != 2
+        or x.shape[-1] != w.shape[1]
+        or not are_alike(local, w, b, _KINDS)
+        or not _may(local, x.numel(), residual)
+    ):
         return None
     trained = w.requires_grad or b is not None and b.requires_grad
     if trained and torch.is_grad_enabled() and not local.requires_grad:  # what is first, as data
         return None
-    return _chunks(x.shape, w.shape[0], local, x._dim, x._positions, residual)
+    made = weight._positions.size // residual.size  # alike on all ranks, which a part's features need not be
+    sizes = local.element_size(), multiplied(local).itemsize
+    return chunks_of(x.shape, made, sizes, x._dim, x._positions, residual.size, local.device.type)
 
 
 def _may(x: Tensor, numel: int, residual: Axis) -> bool:
@@ -50,13 +60,6 @@ def _may(x: Tensor, numel: int, residual: Axis) -> bool:
     if thread.listener is not None or torch.compiler.is_compiling():
         return False
     return not (x.requires_grad and torch.is_grad_enabled()) or pays(x, numel, residual)
-
-
-def _chunks(
-    shape: Sequence[int], made: int, x: Tensor, dim: int, positions: Positions, residual: Axis
-) -> Chunks | None:
-    sizes = x.element_size(), multiplied(x).itemsize
-    return chunks_of(shape, made, sizes, dim, positions, residual.size, x.device.type)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -78,19 +81,19 @@ class _RowLinear(torch.autograd.Function):
             inputs = arrival.product(weight.t()) if ctx.needs_input_grad[0] else None
             whole = arrival.finish()
         if ctx.needs_input_grad[1]:
-            weights = whole.reshape(-1, whole.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            weights = whole.flatten(0, 1).t() @ x.flatten(0, 1)
         return inputs, weights, None, None, None
 
 
-def row_linear(operands: Sequence[Tensor], axis: Axis) -> Any:
-    """The sum over the ranks of ``F.linear`` of plain ``operands``, this rank's features and the weight's columns.
+def row_linear(operands: Sequence[Tensor], features: Positions, axis: Axis) -> Any:
+    """The sum over the ranks of ``F.linear`` of plain ``operands``, this rank's ``features`` and the weight's columns.
 
     Returns:
         Sharded by tokens; `NotImplemented` where they don't leave in chunks.
     """
     x, weight = operands
     residual = axis.residual
-    if residual is None or x.device.type not in SPEEDS or x.ndim != 3 or not are_alike(x, weight, None):
+    if residual is None or x.device.type not in SPEEDS or x.ndim != 3 or not are_alike(x, weight, None, _KINDS):
         return NotImplemented
     shape = (*x.shape[:-1], weight.shape[0])
     tokens: tuple[int, Positions] | None = residual.tokens_of(shape)
@@ -99,10 +102,10 @@ def row_linear(operands: Sequence[Tensor], axis: Axis) -> Any:
         return NotImplemented
     if grows and not residual.hides_entries:
         return NotImplemented
-    dtype = multiplied(x)
-    x, weight = x.to(dtype), weight.to(dtype)
-    chunks = _chunks(shape, x.shape[-1], x, *tokens, residual)
+    dtype, made = multiplied(x), features.size // residual.size
+    chunks = chunks_of(shape, made, (dtype.itemsize, dtype.itemsize), *tokens, residual.size, x.device.type)
     if chunks is None:
         return NotImplemented
+    x, weight = x.to(dtype), weight.to(dtype)
     run = _RowLinear.apply if grows else product_summed
     return ShardedTensor(run(x, weight, chunks, residual, "leave"), *tokens, residual)

@@ -34,10 +34,11 @@ class _WeightGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, flat = ctx.inputs.pop(), grad.reshape(-1, grad.shape[-1])
+        x, rows = ctx.inputs.pop(), grad.shape[:-1].numel()  # a rank may have no features at all
+        flat = grad.reshape(rows, grad.shape[-1])
         weight = bias = None
         if ctx.needs_input_grad[0]:
-            weight = (flat.t() @ x.reshape(-1, x.shape[-1])).to(ctx.dtypes[0])
+            weight = (flat.t() @ x.reshape(rows, x.shape[-1])).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             bias = flat.sum(0).to(ctx.dtypes[1])
         return weight, bias, None, None, None
@@ -82,10 +83,10 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return weight.requires_grad and torch.is_grad_enabled() and are_alike(x, weight, bias) and hides(x)
 
 
-def are_alike(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether they are plain, and ``F.linear`` needs no casts of them but autocast's."""
+def are_alike(x: Tensor, weight: Tensor, bias: Tensor | None, kinds: tuple[type, ...] = _PLAIN) -> bool:
+    """Whether they are plain, or of ``kinds``, and ``F.linear`` needs no casts of them but autocast's."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    if not all(type(each) in _PLAIN for each in tensors):
+    if not all(type(each) in kinds for each in tensors):
         return False
     lowered = torch.is_autocast_enabled(x.device.type)
     return all(each.dtype in _FLOATS for each in tensors) if lowered else all(each.dtype == x.dtype for each in tensors)

@@ -94,7 +94,7 @@ def contract(
 
 def with_bias(
     run: Callable[..., Tensor], bias: Tensor | None, operands: Sequence[Tensor], letters: Sequence[Letters],
-    result: Letters, leave: Callable[[list[Tensor], Axis], Any] | None = None,
+    result: Letters, leave: Callable[[list[Tensor], Positions, Axis], Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """As `contract`, with a ``bias`` of the last dim of ``result``; ``run`` takes it first, or None.
 
@@ -110,7 +110,7 @@ def with_bias(
     if letter not in result:
         if bias is not None:
             axis.no_shares("linear")  # a share of the product and a whole bias are no share
-        summed = NotImplemented if leave is None else leave(local, axis)
+        summed = NotImplemented if leave is None else leave(local, positions, axis)
         if summed is NotImplemented:
             summed = collectives.leave(run(None, *local), axis)
         # the bias comes behind the sum, or each rank would add it
