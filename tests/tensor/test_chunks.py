@@ -123,8 +123,10 @@ WHOLE = ("uneven, one sample", "zbv")
 @contextmanager
 def hiding(chunked: bool) -> Iterator[None]:
     """Messages of any size are hidden, by chunks or not."""
-    speeds = {device_type(): ALWAYS} if chunked else {}
-    with patch.dict(chunks.SPEEDS, speeds, clear=True), patch.object(overlapped_entry, "LEAST_BYTES", 0):
+    with patch.dict(chunks.SPEEDS), patch.object(overlapped_entry, "LEAST_BYTES", 0):
+        chunks.SPEEDS.pop(device_type(), None)
+        if chunked:
+            chunks.SPEEDS[device_type()] = ALWAYS
         yield
 
 
