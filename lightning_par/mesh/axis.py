@@ -236,9 +236,9 @@ class Axis:
     # What is returned below is no view, into which user code could not write behind an autograd function.
 
     def start_all_gather(
-        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
+        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None, out: Tensor | None = None
     ) -> tuple[Tensor, dist.Work | None]:
-        """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory.
+        """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory: that of ``out``.
 
         Returns:
             What will be there once the caller has waited, unless there is nothing to wait on: of ``shape``, by default
@@ -247,7 +247,8 @@ class Axis:
         if self.size == 1:
             return x if shape is None else x.view(shape), None
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
+        if out is None:
+            out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
         return out, self._collective(dist.all_gather_into_tensor, out.view(-1), x.view(-1), async_op=True)
 
     def start_reduce_scatter(

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.mesh.chunked_tokens import Arrival
+from lightning_par.mesh.chunks import Chunks
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.overlapped_entry import Started, overlapped, pays
 from lightning_par.mesh.positions import Positions
@@ -167,6 +169,34 @@ class _Gathering:
 
     def start_backward(self, grad: Tensor) -> Started:
         return self.axis.start_sum_of_parts(_parts(grad, self.dim, self.positions, self.axis), self.purpose)
+
+
+@dataclass(frozen=True)
+class _Arriving(_Gathering):
+    """`_Gathering` of tokens that are under way to ``whole``, which its node must not hold."""
+
+    whole: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole.pop().detach()
+
+
+def gather_in_chunks(x: Tensor, chunks: Chunks, axis: Axis, purpose: str) -> tuple[Tensor, Arrival]:
+    """`gather` in several messages along an axis of shares, for who multiplies each as it comes.
+
+    Args:
+        x: this rank's part, plain; where it has a gradient, one whose message `pays`.
+        chunks: in which messages it goes.
+        axis: that of the ranks.
+        purpose: for the ledger.
+
+    Returns:
+        The whole, not to be read before the arrival has been waited for.
+    """
+    arrival = Arrival(x.detach(), chunks, axis, purpose)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return arrival.whole, arrival
+    return overlapped(x, _Arriving(chunks.dim, chunks.positions, axis, purpose, [arrival.whole])), arrival
 
 
 class _Scatter(torch.autograd.Function):

@@ -124,9 +124,13 @@ class Positions:
 
     def restore(self, ranks: int, device: torch.device) -> Tensor | None:
         """What orders the ranks' parts, one after another, into the whole dim; None where they lie in order."""
+        return None if self.in_order(ranks) else self._cached("restore", ranks, device, lambda: self._order(ranks))
+
+    def in_order(self, ranks: int) -> bool:
+        """Whether the ranks' parts, one after another, are the whole dim as it is."""
         if ranks not in self._in_order:
             self._in_order[ranks] = bool((self._order(ranks) == np.arange(self.size)).all())
-        return None if self._in_order[ranks] else self._cached("restore", ranks, device, lambda: self._order(ranks))
+        return self._in_order[ranks]
 
     def _order(self, ranks: int) -> Array:
         return np.argsort(np.concatenate([self.indices(rank) for rank in range(ranks)]))

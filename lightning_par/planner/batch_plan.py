@@ -10,7 +10,7 @@ from lightning_par.trial.recording import Recording
 
 
 def batch_plan(
-    recording: Recording, ranks: int, attention: Any, attends: Callable[[SequencePlan], tuple[int, int]]
+    recording: Recording, ranks: int, attention: Any, islands: bool, attends: Callable[[SequencePlan], tuple[int, int]]
 ) -> SequencePlan:
     """As `SequencePart` plans: where attention is asked for all tokens on each rank, other tensors are tried.
 
@@ -18,10 +18,11 @@ def batch_plan(
         recording: of the step.
         ranks: along the sequence.
         attention: the scheme that was asked for.
+        islands: whether the ranks are those of a tensor axis.
         attends: runs the step by a plan; gives how many calls of attention a rank makes for its own tokens alone, and
             how many there are.
     """
-    plan = make_plan(recording, [""] * len(recording.batch), ranks, None, attention)
+    plan = make_plan(recording, [""] * len(recording.batch), ranks, None, attention, islands)
     others = [*other_plans(recording, plan)]
     if not others:
         return plan

@@ -13,6 +13,7 @@ from lightning_par.fsdp.gather_order import GatherOrder
 from lightning_par.fsdp.stored_parameter import StorageAxis
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import enter
+from lightning_par.mesh.positions import Positions
 from lightning_par.sequence.deep_masks import DeepMasks
 from lightning_par.sequence.scheme import AttentionSettings, make_grid
 from lightning_par.sequence.sequence_axis import SequenceAxis
@@ -103,10 +104,10 @@ class CountingResidual(_Counting, ResidualAxis):
         self.forget_calls()
         self._unknown: set[int] = set()  # sizes that were no known length as an island ended
 
-    def closed(self, partial: Tensor, purpose: str) -> Any:
-        if partial.ndim > 2:
-            self._unknown.update(size for size in partial.shape[:2] if size not in self.lengths)
-        return super().closed(partial, purpose)
+    def tokens_of(self, shape: Sequence[int]) -> tuple[int, Positions] | None:
+        if len(shape) > 2:
+            self._unknown.update(size for size in shape[:2] if size not in self.lengths)
+        return super().tokens_of(shape)
 
     @property
     def settled(self) -> bool:

@@ -51,6 +51,8 @@ class Planner:
         recompute: what backward computes again.
         fused: whether functions that walk over memory are fused, as by torch.compile.
         clip: of gradients.
+        asynchronous: whether a tensor axis moves tokens beside products, in chunks, where that pays; engines that do
+            not are predicted without.
 
     Raises:
         ValueError: the module can't be built, its step can't be run without values, or it takes no such clip.
@@ -65,8 +67,10 @@ class Planner:
         recompute: Recompute = "none",
         fused: bool = True,
         clip: Clip = "",
+        asynchronous: bool = True,
     ) -> None:
         self.machine, self.precision, self.clip = machine, read_precision(precision), clip
+        self.asynchronous = asynchronous
         given = batch if isinstance(batch, Given) else None
         loaded = batch if given is None else given.batch
         built: nn.Module = build_module(module, loaded)
@@ -133,7 +137,10 @@ class Planner:
 
     def with_precision(self, precision: str) -> Planner:
         """As this one, but for the precision: the step is recorded anew."""
-        return Planner(self.tree.module, self.batch, self.machine, precision, self.recompute, self.fused, self.clip)
+        return Planner(
+            self.tree.module, self.batch, self.machine, precision, self.recompute, self.fused, self.clip,
+            self.asynchronous,
+        )  # fmt: skip
 
     def _weights(self, module: nn.Module) -> str:
         """What can be said without the step."""
@@ -288,7 +295,7 @@ class Planner:
     def _run(self, devices: int) -> PlannedRun:
         return PlannedRun(
             self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree,
-            self.step.casts_once, self.clip,
+            self.step.casts_once, self.clip, self.asynchronous,
         )  # fmt: skip
 
     def _cast(self, x: Any) -> Any:

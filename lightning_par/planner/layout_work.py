@@ -28,7 +28,8 @@ class LayoutWork:
         one, run = self.one, self.run
         return Setting(
             one.layout.tensor, one.layout.sequence, one.micro / self.profile.samples, one.shard_residual,
-            run.recompute, run.fused, run.machine, run.precision, one.attention, one.contiguous,
+            run.recompute, run.fused, run.machine, run.precision, one.attention, one.contiguous, one.micro,
+            one.shard_residual and run.asynchronous and run.machine.gpu and not one.splits_backward,
         )  # fmt: skip
 
     @cached_property

@@ -27,6 +27,8 @@ class Setting:
         precision: of the run.
         attention: the scheme of the sequence axis.
         contiguous: whether its ranks have tokens that follow one another, in place of equally many pairs each.
+        count: samples of the microbatch.
+        asynchronous: whether tokens of the residual stream move in chunks where a run would let them.
     """
 
     tensor: int
@@ -39,6 +41,8 @@ class Setting:
     precision: Precision
     attention: Any = "ring"
     contiguous: bool = False
+    count: float = 1.0
+    asynchronous: bool = False
 
     def part(self, of_batch: bool, split: bool, gathered: bool = False) -> float:
         """The share of a tensor's elements that a rank has."""

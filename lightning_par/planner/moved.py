@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lightning_par.planner.chunked_messages import saved_by_chunks
 from lightning_par.planner.kernels import attention_time, memory_time
 from lightning_par.planner.links import group_of, message_time
 from lightning_par.planner.local_work import Setting
@@ -19,7 +20,8 @@ def tensor_messages(
 
     An island begins with an identity whose backward is an all-reduce, and ends with an all-reduce (Megatron-LM's f and
     g); with ``shard_residual`` each is an all-gather one way and a reduce-scatter the other. A loss over split logits
-    sums three numbers for each token. A gradient that enters is summed while weights' gradients are computed.
+    sums three numbers for each token. A gradient that enters is summed while weights' gradients are computed, and
+    tokens move in chunks beside products.
 
     Args:
         unit: the unit.
@@ -47,10 +49,11 @@ def tensor_messages(
                 for n in (enters, leaves)
                 for verb in ("all_gather", "reduce_scatter")
             ]  # type: ignore[arg-type]
-            forward += pair[0] + pair[3]
+            saved = saved_by_chunks(op, enters, leaves, s, group)
+            forward += pair[0] + pair[3] - saved[0]
             hidden += pair[1]
-            backward += pair[2]
-            more += (pair[0] + pair[3]) * (id(op) in again)
+            backward += pair[2] - saved[1]
+            more += (pair[0] + pair[3] - saved[0]) * (id(op) in again)
         else:
             hidden += message_time("all_reduce", enters, group, s.machine) if op.backward else 0.0
             first = message_time("all_reduce", leaves, group, s.machine)

@@ -149,6 +149,7 @@ class PlannedRun:
         tree: the module and its uses.
         casts_once: whether no weight is taken twice in a step by what autocast runs in low precision.
         clip: of gradients, by their joint norm or value by value; empty: there is none.
+        asynchronous: whether GPUs gather tokens, and sum them, beside products of others, as this package does.
     """
 
     machine: Machine
@@ -161,3 +162,4 @@ class PlannedRun:
     tree: ModuleUses
     casts_once: bool = True
     clip: Literal["", "norm", "value"] = ""
+    asynchronous: bool = True

@@ -60,7 +60,7 @@ def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | Non
     if ranks == 1:
         return None
     attention = place.attention if place.sequence[0] > 1 else "all_gather"  # as `TokensPart` of a tensor axis asks
-    key = ranks, repr(attention)
+    key = ranks, repr(attention), place.sequence[0] == 1
     if key not in step.given:
         alone = Place((1, 0), (ranks, 0), False, attention, gpu=place.gpu)  # weights are whole while it is chosen
 
@@ -69,7 +69,7 @@ def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | Non
             with _running(run):
                 return run.attends()
 
-        step.given[key] = batch_plan(step.recording, ranks, attention, attends)
+        step.given[key] = batch_plan(step.recording, ranks, attention, place.sequence[0] == 1, attends)
     return step.given[key]
 
 

@@ -153,7 +153,7 @@ class TokensPart(Part):
         supposed = first_plan(tensors_of(batch), names, ranks, self.wish)
         tried, split = self._tried(first, supposed)
         recording = first.recording
-        plan = make_plan(recording, names, ranks, self.wish, self.asked)
+        plan = make_plan(recording, names, ranks, self.wish, self.asked, self.axis is not self.groups.sequence)
         if (plan.dims, plan.zigzag) == (supposed.dims, supposed.zigzag):
             plan = replace(plan, gathers=tried.gathers, stopped=plan.stopped or tried.stopped)
         else:

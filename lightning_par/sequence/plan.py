@@ -94,8 +94,9 @@ def check_sequence_dim(wish: object) -> None:
 
 
 def make_plan(
-    recording: Recording, names: Sequence[str], ranks: int, wish: SequenceDim, asked: Asked = "auto"
-) -> SequencePlan:
+    recording: Recording, names: Sequence[str], ranks: int, wish: SequenceDim, asked: Asked = "auto",
+    islands: bool = False,
+) -> SequencePlan:  # fmt: skip
     """The plan for what ``recording`` shows.
 
     Args:
@@ -104,6 +105,7 @@ def make_plan(
         ranks: along the sequence axis.
         wish: the user's ``sequence_dim``.
         asked: the user's ``attention``.
+        islands: whether ranks have all tokens where they attend, as of a tensor axis: then tokens follow one another.
 
     Raises:
         ValueError: no tensor of the batch has the dim that the user names, or attention can't be computed as asked.
@@ -113,7 +115,7 @@ def make_plan(
     dims = _wished(shapes, names, wish) if wish is not None else tuple(_guess(x, found, ranks) for x in recording.batch)
     uses = attention_uses(recording)
     schemes = [use.scheme(asked, ranks) for use in uses]  # of all of them: one may be impossible
-    zigzag = any(use.causal and scheme.ring > 1 for use, scheme in zip(uses, schemes))
+    zigzag = not islands and any(use.causal and scheme.ring > 1 for use, scheme in zip(uses, schemes))
     return SequencePlan(ranks, shapes, dims, tuple(names), zigzag, uses, stopped=recording.stopped)
 
 

@@ -20,12 +20,17 @@ _MOST = 16  # hosts that are listed
 _LEAST = 28  # characters of the column that may be broken into lines
 
 
-def show_plan(plan: TensorPlan, module: nn.Module, layout: Layout, seconds: float) -> None:
-    """Print the plan of ``module`` over ``layout``, which took ``seconds`` to make."""
+def show_plan(plan: TensorPlan, module: nn.Module, layout: Layout, seconds: float, chunks: int = 1) -> None:
+    """Print the plan of ``module`` over ``layout``, which took ``seconds`` to make; tokens may go in ``chunks``."""
     title = f"Tensor parallel over {plan.ranks} ranks ({layout}), planned in {seconds:.1f} s"
     header = ("parameters", "shape", "style", "a rank holds")
     rows = plan_rows(plan)
     footer = plan_footer(plan, module)
+    if chunks > 1:
+        footer.append(
+            f"Tokens go in up to {chunks} messages in place of one, each beside the product of those before it, where "
+            "sizes say that this takes less time."
+        )
     show_table(title, header, rows, footer, wraps=3)
 
 

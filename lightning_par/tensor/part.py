@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_par.mesh.agree import agree
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.chunks import MOST, SPEEDS
 from lightning_par.mesh.layout import Groups
 from lightning_par.sharded.nested_padding import pad_as_nested
 from lightning_par.sharded.overlapping_parameters import overlapping
@@ -69,7 +70,8 @@ class TensorPart(Part):
         hand_metrics_whole_tensors(first.module)
         self._hooks = pad_as_nested(first.module)
         if first.world.rank == 0:
-            show_plan(self.plan, first.module, self.groups.layout, self._seconds)
+            chunks = MOST if self.groups.tensor.residual is not None and first.device.type in SPEEDS else 1
+            show_plan(self.plan, first.module, self.groups.layout, self._seconds, chunks)
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         for hook in self._hooks:

@@ -7,6 +7,7 @@ end: as many bytes, and norms, dropout and the stream itself take a t-th of the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.chunked_tokens import Arrival
+from lightning_par.mesh.chunks import Chunks
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.tensors import write_count
 from lightning_par.sequence.sequence_axis import SequenceAxis
@@ -40,6 +43,7 @@ class ResidualAxis(SequenceAxis):
         super().__init__(tensor.name, tensor.ranks, tensor.rank, tensor.group)
         self.lengths: set[int] = set()  # of the sequences met so far
         self._opened: dict[int, tuple[weakref.ref[Tensor], tuple[int | None, int], Tensor]] = {}
+        self._arriving: tuple[Tensor, Arrival] | None = None
 
     def spread(self, size: int) -> Positions | None:
         positions = super().spread(size)
@@ -47,8 +51,11 @@ class ResidualAxis(SequenceAxis):
             self.lengths.add(size)
         return positions
 
-    def opened(self, x: ShardedTensor) -> Tensor:
-        """All tokens of ``x``, for an island. What reads the same tensor shares one all-gather, and one sum back."""
+    def opened(self, x: ShardedTensor, chunks: Chunks | None = None) -> Tensor:
+        """All tokens of ``x``, for an island. What reads the same tensor shares one all-gather, and one sum back.
+
+        Where they come in ``chunks``, `settle` follows the call that is given them.
+        """
         local = x._local
         # Inference tensors, as under NCCL's evaluation, count no writes themselves.
         own = None if local.is_inference() else write_count(local)
@@ -59,26 +66,41 @@ class ResidualAxis(SequenceAxis):
             if known[2].requires_grad or not differentiable:
                 return known[2]
         sharded = type(x) is ShardedTensor
-        whole = collectives.gather(local, x._dim, x._positions, self, "enter") if sharded else x.full_tensor()
+        if chunks is not None:
+            whole, arrival = collectives.gather_in_chunks(local, chunks, self, "enter")
+            self._arriving = whole, arrival
+        else:
+            whole = collectives.gather(local, x._dim, x._positions, self, "enter") if sharded else x.full_tensor()
         key = id(local)
         reference = weakref.ref(local, lambda _: self._opened.pop(key, None))  # the id may soon be another's
         self._opened[key] = reference, version, whole
         return whole
 
+    def arrival_of(self, whole: Tensor) -> Arrival | None:
+        """By which ``whole`` is under way; None where it is there."""
+        arriving = self._arriving
+        return None if arriving is None or arriving[0] is not whole else arriving[1]
+
+    def settle(self) -> None:
+        """Wait for what is under way still."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving[1].finish()
+
     def closed(self, partial: Tensor, purpose: str) -> Any:
         """The sum of the islands' ``partial`` results, sharded by tokens; `NotImplemented` where it has none."""
-        if (
-            not RunState.current.streams.in_step
-            or isinstance(partial, ShardedTensor)
-            or partial.ndim < 3
-            or partial.shape[-1] == 1
-        ):
+        tokens = None if isinstance(partial, ShardedTensor) else self.tokens_of(partial.shape)
+        if tokens is None:
             return NotImplemented
-        dim = next((d for d in (1, 0) if partial.shape[d] in self.lengths), None)  # of [B, T, C], or of [T, B, C]
-        positions = None if dim is None else self.spread(partial.shape[dim])
-        if dim is None or positions is None:
-            return NotImplemented
-        return ShardedTensor(collectives.sum_scatter(partial, dim, positions, self, purpose), dim, positions, self)
+        return ShardedTensor(collectives.sum_scatter(partial, *tokens, self, purpose), *tokens, self)
+
+    def tokens_of(self, shape: Sequence[int]) -> tuple[int, Positions] | None:
+        """The dim of the tokens in an island's result, and who will hold which; None where it has none."""
+        if not RunState.current.streams.in_step or len(shape) < 3 or shape[-1] == 1:
+            return None
+        dim = next((d for d in (1, 0) if shape[d] in self.lengths), None)  # of [B, T, C], or of [T, B, C]
+        positions = None if dim is None else self.spread(shape[dim])
+        return None if dim is None or positions is None else (dim, positions)
 
 
 def shard_residual(axis: Axis) -> ResidualAxis:

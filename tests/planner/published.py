@@ -79,23 +79,28 @@ def _one_less_at_the_ends(layers: int, stages: int) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _planner(text: str, fused: bool) -> Planner:
+def _planner(text: str, fused: bool, asynchronous: bool) -> Planner:
     row = json.loads(text)
     size = (row["micro_batch"], row["model"]["sequence"])
     batch = (torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long))
     machine, _ = read_machine(row["gpu"])
     recompute = _RECOMPUTE.get(row["recompute"], row["recompute"])
-    return Planner(module_of(row), batch, machine, row["precision"], recompute, fused, "norm")  # as all of them clip
+    # all of them clip
+    return Planner(module_of(row), batch, machine, row["precision"], recompute, fused, "norm", asynchronous)
 
 
-def planner_of(row: dict[str, Any], fused: bool = True) -> Planner:
-    """Of the row's module, batch and machine; alike rows have the same one."""
+def planner_of(row: dict[str, Any], fused: bool = True, asynchronous: bool = False) -> Planner:
+    """Of the row's module, batch and machine; alike rows have the same one.
+
+    Engines of most rows gather tokens before they compute with them, so that is what all are predicted for, and by what
+    constants are set.
+    """
     keys = ("micro_batch", "model", "gpu", "precision", "recompute", "attention")
-    return _planner(json.dumps({k: row[k] for k in keys}, sort_keys=True), fused)
+    return _planner(json.dumps({k: row[k] for k in keys}, sort_keys=True), fused, asynchronous)
 
 
-def predicted(row: dict[str, Any], fused: bool = True) -> Prediction:
-    return planner_of(row, fused).evaluate(layout_of(row), row["gpus"], row["global_batch"])
+def predicted(row: dict[str, Any], fused: bool = True, asynchronous: bool = False) -> Prediction:
+    return planner_of(row, fused, asynchronous).evaluate(layout_of(row), row["gpus"], row["global_batch"])
 
 
 def measured_time(row: dict[str, Any]) -> float:

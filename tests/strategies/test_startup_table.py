@@ -35,8 +35,9 @@ def test_it_is_printed_with_and_without_rich(
 ) -> None:
     if not rich:
         monkeypatch.setattr(startup_table, "find_spec", lambda name: None)
-    startup_table.show_plan(plan, Counted("swiglu"), Layout(tensor=2), 0.25)
+    startup_table.show_plan(plan, Counted("swiglu"), Layout(tensor=2), 0.25, 1 if rich else 4)
     printed = capsys.readouterr().out
+    assert ("Tokens go in up to 4 messages" in printed) == (not rich)
     assert "Tensor parallel over 2 ranks (tensor 2), planned in 0.2 s" in printed
     assert "tokens.weight" in printed and "48 x 64" in printed
     assert "Weights: 758.4 KB in all, 385.0 KB a rank at most" in " ".join(printed.split())

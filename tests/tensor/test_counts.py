@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par import TensorParallelStrategy, ledger
+from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.tensor import leaf
 from lightning_par.tensor.part import TensorPart
 from tests.helpers.pool import Pool
@@ -92,6 +93,7 @@ class Books(L.Callback):
         self.held = sum(getattr(p, "local", p).numel() for p in pl_module.parameters())
         self.states = sum(leaf(x).numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
         self.plan = trainer.strategy.parts.of(TensorPart).plan
+        self.residual = trainer.strategy.parts.of(TokensPart)
 
 
 def count(mlp: str, clip: float | None = None, shard_residual: bool = False) -> tuple[Any, ...]:
@@ -104,7 +106,8 @@ def count(mlp: str, clip: float | None = None, shard_residual: bool = False) -> 
     )  # fmt: skip
     data = torch.utils.data.DataLoader(torch.randint(0, V, (4, s)), batch_size=b)
     trainer.fit(Counted(mlp), data)
-    return books.moved, books.held, books.states, books.plan
+    in_order = books.residual is None or books.residual.axis.spread(s).in_order(2)
+    return books.moved, books.held, books.states, books.plan, in_order
 
 
 @slow("swiglu")
@@ -124,7 +127,8 @@ def test_four_all_reduces_a_layer_and_their_bytes(pool: Pool, mlp: str) -> None:
 @slow("gelu")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_a_sharded_residual_stream_moves_as_many_bytes_in_gathers_and_scatters(pool: Pool, mlp: str) -> None:
-    moved = pool.run(2, count, mlp, None, True)[0][0]
+    moved, *_, in_order = pool.run(2, count, mlp, None, True)[0]
+    assert in_order  # what is gathered, or summed, lies as it came
     on_axis = [t for t in moved.transfers if t.axis == "tensor"]
     assert Counter((t.verb, t.numel) for t in on_axis if t.purpose in ("enter", "leave")) == {
         ("all_gather", b * s * h): 4 * LAYERS + 2,  # two a layer each way; the head's, and the embedding's backward
@@ -147,7 +151,7 @@ def test_clipping_costs_one_all_reduce_of_one_number(pool: Pool) -> None:
 def test_a_rank_holds_its_part_and_what_the_plan_names_as_whole(pool: Pool) -> None:
     results = pool.run(2, count, "swiglu")
     module = Counted("swiglu")
-    for rank, (_, held, states, plan) in enumerate(results):
+    for rank, (_, held, states, plan, _) in enumerate(results):
         whole = {name for names, _, _ in plan.whole for name in names}
         expected = sum(p.numel() if name in whole else p.numel() // 2 for name, p in module.named_parameters())
         assert held == expected == plan.numel(rank)

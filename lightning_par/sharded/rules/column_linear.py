@@ -7,12 +7,14 @@ within one node; apart, the gradients of layers that read one input still make o
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_par.mesh.chunked_tokens import Arrival
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.overlapped_entry import hidden_behind, hides
 
@@ -32,10 +34,11 @@ class _WeightGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, flat = ctx.inputs.pop(), grad.reshape(-1, grad.shape[-1])
+        x, rows = ctx.inputs.pop(), grad.shape[:-1].numel()  # a rank may have no features at all
+        flat = grad.reshape(rows, grad.shape[-1])
         weight = bias = None
         if ctx.needs_input_grad[0]:
-            weight = (flat.t() @ x.reshape(-1, x.shape[-1])).to(ctx.dtypes[0])
+            weight = (flat.t() @ x.reshape(rows, x.shape[-1])).to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             bias = flat.sum(0).to(ctx.dtypes[1])
         return weight, bias, None, None, None
@@ -44,27 +47,49 @@ class _WeightGradients(torch.autograd.Function):
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: Tensor, inputs: list[Tensor]
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: Tensor | None, inputs: list[Tensor],
+        arrival: Arrival | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.inputs = inputs
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        run = partial(F.linear, x) if arrival is None else arrival.product
+        return run(weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.inputs[:] = [x]  # for the weights' node: an edge from there would let the message wait for it
-        return grad @ weight.to(grad.dtype), None, None, grad, None
+        hides = ctx.needs_input_grad[3]
+        ctx.inputs[:] = [x] * hides  # for the weights' node: an edge from there would let the message wait for it
+        return grad @ weight.to(grad.dtype), None, None, grad if hides else None, None, None
+
+
+class _Lowered(torch.autograd.Function):
+    """``x.to(dtype)`` of what is under way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, arrival: Arrival) -> Tensor:
+        ctx.dtype = x.dtype
+        low = torch.empty_like(x, dtype=dtype)
+        arrival.low = low.detach()
+        return low
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `column_linear` may run a linear of these plain tensors, alike on all ranks."""
+    return weight.requires_grad and torch.is_grad_enabled() and are_alike(x, weight, bias) and hides(x)
+
+
+def are_alike(x: Tensor, weight: Tensor, bias: Tensor | None, kinds: tuple[type, ...] = _PLAIN) -> bool:
+    """Whether they are plain, or of ``kinds``, and ``F.linear`` needs no casts of them but autocast's."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    if not (weight.requires_grad and torch.is_grad_enabled() and all(type(each) in _PLAIN for each in tensors)):
+    if not all(type(each) in kinds for each in tensors):
         return False
-    alike = all(each.dtype == x.dtype for each in tensors)
     lowered = torch.is_autocast_enabled(x.device.type)
-    return hides(x) and (all(each.dtype in _FLOATS for each in tensors) if lowered else alike)
+    return all(each.dtype in _FLOATS for each in tensors) if lowered else all(each.dtype == x.dtype for each in tensors)
 
 
 @heard
@@ -72,12 +97,30 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of an entry ``x``, and the parts of weight and bias of this rank."""
     if not fits(x, weight, bias):  # any more, where it is called again without its rule
         return F.linear(x, weight, bias)
-    entry, kind = x, x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    return _linear(x, x.to(multiplied(x)), weight, bias)
+
+
+def arriving_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrival: Arrival) -> Tensor:
+    """``F.linear`` of an entry ``x`` that is under way, in chunks as they come."""
+    dtype = multiplied(x)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return arrival.product(weight.to(dtype), None if bias is None else bias.to(dtype))
+    low = x if x.dtype == dtype else _Lowered.apply(x, dtype, arrival)
+    return _linear(x, low, weight, bias, arrival)
+
+
+def multiplied(x: Tensor) -> torch.dtype:
+    """In which precision autocast, if it is on, multiplies ``x``."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _linear(entry: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, arrival: Arrival | None = None) -> Tensor:
+    """``F.linear`` of ``x``, which is ``entry`` in the precision of the product."""
     inputs: list[Tensor] = []
-    shape = (*x.shape[:-1], weight.shape[0])
-    gradients = _WeightGradients.apply(weight, bias, shape, x.dtype, inputs)
-    hidden_behind(gradients, entry)
-    made: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, inputs)
+    gradients = None
+    if weight.requires_grad or bias is not None and bias.requires_grad:
+        gradients = _WeightGradients.apply(weight, bias, (*x.shape[:-1], weight.shape[0]), x.dtype, inputs)
+        hidden_behind(gradients, entry)
+    made: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, inputs, arrival)
     return made

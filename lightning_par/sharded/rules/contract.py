@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
-from lightning_par.sharded.rules.column_linear import column_linear, fits
+from lightning_par.sharded.rules.chunked_linear import row_linear
+from lightning_par.sharded.rules.column_linear import arriving_linear, column_linear, fits
 from lightning_par.sharded.rules.lookup import gathered, moves, rule, view
 from lightning_par.sharded.tensor import ShardedTensor, full
 
@@ -93,9 +94,12 @@ def contract(
 
 def with_bias(
     run: Callable[..., Tensor], bias: Tensor | None, operands: Sequence[Tensor], letters: Sequence[Letters],
-    result: Letters,
+    result: Letters, leave: Callable[[list[Tensor], Positions, Axis], Any] | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `contract`, with a ``bias`` of the last dim of ``result``; ``run`` takes it first, or None."""
+    """As `contract`, with a ``bias`` of the last dim of ``result``; ``run`` takes it first, or None.
+
+    ``leave`` may sum the product of local operands over the ranks itself, or give `NotImplemented`.
+    """
     cut = sharded_letter(operands, letters)
     local = None if cut is None else local_operands(operands, letters, cut)
     if cut is None or local is None:
@@ -106,7 +110,10 @@ def with_bias(
     if letter not in result:
         if bias is not None:
             axis.no_shares("linear")  # a share of the product and a whole bias are no share
-        summed = collectives.leave(run(None, *local), axis)  # the bias comes behind the sum, or each rank would add it
+        summed = NotImplemented if leave is None else leave(local, positions, axis)
+        if summed is NotImplemented:
+            summed = collectives.leave(run(None, *local), axis)
+        # the bias comes behind the sum, or each rank would add it
         return summed if bias is None else summed + full(bias).to(summed.dtype)
     if bias is not None and letter != result[-1]:
         bias = axis.entered(full(bias))
@@ -127,10 +134,16 @@ def linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     if isinstance(weight, ShardedTensor) and weight._dim == 0 and isinstance(x, ShardedTensor):
         x = full(x)  # else two letters were sharded; `n` stays, as after a column-split layer
 
+    residual = weight._axis.residual if isinstance(weight, ShardedTensor) else None
+
     def run(b: Tensor | None, x: Tensor, w: Tensor) -> Tensor:
+        arrival = None if residual is None else residual.arrival_of(x)
+        if arrival is not None:
+            return arriving_linear(x, w, b, arrival)
         return column_linear(x, w, b) if fits(x, w, b) else func(x, w, b)
 
-    return with_bias(run, bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"])
+    leave = None if residual is None else row_linear
+    return with_bias(run, bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"], leave)
 
 
 @rule("addmm")

@@ -17,6 +17,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.tensors import make_wrapper_subclass
+from lightning_par.sharded.rules.chunked_linear import entry_chunks
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -100,8 +101,14 @@ def by_axis(func: Any, args: Any, kwargs: Any) -> Any:
         )
     residual = next((axis.residual for axis in axes.values() if axis.residual is not None), None)
     if residual is not None and id(residual) in axes:  # the same ranks: its tokens are gathered where an island begins
-        args, kwargs = tree_map(lambda x: residual.opened(x) if _lies_on(x, residual) else x, (args, kwargs))
-        return func(*args, **kwargs)
+        chunks = entry_chunks(func, args, kwargs, residual)
+        args, kwargs = tree_map(lambda x: residual.opened(x, chunks) if _lies_on(x, residual) else x, (args, kwargs))
+        if chunks is None:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            residual.settle()
     outer = min(axes.values(), key=lambda axis: axis.depth)
     args, kwargs = tree_map(lambda x: _carried(x, outer), (args, kwargs))
     from lightning_par.sharded.rules.lookup import by_rule
