@@ -76,6 +76,7 @@ class Engine:
         self.tokens = Tokens()  # of the step that runs
         self.replays = Replays(self.module, self.programs.watch)
         self._compared: list[Program] = []
+        self.reached: dict[int, tuple[Program, frozenset[Any]]] = {}  # of a whole batch: values that got a gradient
         self.foretold: tuple[frozenset[str] | None] | None = None  # by verification: see `_expected`
         self.flops = 0.0  # of the step that was prepared last
         self.overwritten: frozenset[str] = frozenset()  # by that step: parameters, and buffers within units
