@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.absent.unread import Unread, mapped
@@ -132,10 +133,14 @@ class Inventory:
     def complete(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """``checkpoint`` with what callbacks put into it that lies in parts: nothing is left that can't be written."""
         found: dict[str, Tensor] = {}
-        _in_parts(checkpoint, "", found)
+        holders: dict[int, Any] = {}
+        _in_parts(checkpoint, "", found, holders)
         taken = self.take(found)
         new = {id(x): taken[path] for path, x in found.items()}
-        completed: dict[str, Any] = mapped(lambda x: new.get(id(x), x), dict(checkpoint))
+        given = dict(checkpoint)
+        if holders:
+            given["optimizer_states"] = _with_copies(given["optimizer_states"], new, holders)
+        completed: dict[str, Any] = mapped(lambda x: new.get(id(x), x), given)
         return completed
 
     def item_of(self, x: Tensor) -> Item | None:
@@ -245,9 +250,34 @@ def _are_tied(a: Tensor, b: Any) -> bool:
     return isinstance(a, Elsewhere) and isinstance(b, Elsewhere) and a.origin is b.origin
 
 
-def _in_parts(value: Any, path: str, found: dict[str, Tensor]) -> None:
+def _in_parts(value: Any, path: str, found: dict[str, Tensor], holders: dict[int, Any]) -> None:
+    """Note what lies in parts, by its path, and the objects of an optimizer's that hold some, by id."""
     if isinstance(value, ShardedTensor | Elsewhere):
         found[path] = value
     elif isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _in_parts(item, f"{path}/{key}", found)
+            _in_parts(item, f"{path}/{key}", found, holders)
+    elif path.startswith("/optimizer_states/") and _holds_something(value) and id(value) not in holders:
+        before, holders[id(value)] = len(found), value
+        _in_parts(vars(value), path, found, holders)
+        if len(found) == before:
+            del holders[id(value)]
+
+
+def _holds_something(value: Any) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, Tensor, nn.Module))
+
+
+def _with_copies(value: Any, new: Mapping[int, Any], holders: Mapping[int, Any]) -> Any:
+    """``value`` with copies of the ``holders``, which hold what is ``new``, by the id of what it stands for."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if type(value) is dict:
+        return {key: _with_copies(x, new, holders) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_with_copies(x, new, holders) for x in value])
+    if id(value) not in holders:
+        return value
+    twin = copy(value)
+    vars(twin).update({key: _with_copies(x, new, holders) for key, x in vars(value).items()})
+    return twin

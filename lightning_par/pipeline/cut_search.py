@@ -22,7 +22,7 @@ from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.strategies.entry_points import has_start_hooks
-from lightning_par.trial.step import Step
+from lightning_par.trial.step import Step, loss_in
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.stages import Spread
@@ -82,6 +82,10 @@ class CutSearch:
             return *self.spread.plan(step.module, _static(step.module), ()), None
         wanted = self._wanted(step)
         surveyed = known or survey(step, one_more=wanted > 1 and not self.spread.weighs)
+        if step.grad and not any(call.numel for call in walk(surveyed.root) if call.path):
+            found = self._skipped(step, wanted)
+            if found is not None:
+                return found
         plan, stages = self.spread.plan(step.module, surveyed.root, ())
         if not surveyed.ends:  # it will run unit by unit
             return plan, stages, None
@@ -102,6 +106,18 @@ class CutSearch:
                 return self._decide(step, known)
             raise ValueError(str(cut.reason))
         return cut.plan, self._without_unused(step.module, cut.stages, cut.program), cut.program
+
+    def _skipped(self, step: Step, wanted: int) -> tuple[Any, Stages, Program] | None:
+        """By modules as they were made, where ``step`` returns no loss for its batch before it has called one; None
+        where it does something else."""
+        try:
+            plan, stages = self.spread.plan(step.module, _static(step.module), ())
+            program, _ = self._try(step, stages, wanted)
+        except ValueError:
+            return None
+        if program is None or program.uses or loss_in(program.result) is not None:
+            return None
+        return plan, stages, program
 
     def _left_whole(self, step: Step, cut: _Cut, reason: UnitError) -> _Cut:
         """The batch whole, where modules can be taken as they are then; not where there is another reason.
@@ -238,7 +254,8 @@ def _static(module: nn.Module) -> ModuleCall:
 
     def call(path: str, m: nn.Module) -> ModuleCall:
         children = [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
-        numel = sum(p.numel() for p in m.parameters())
+        called = not path or type(m).forward is not nn.Module.forward or "forward" in vars(m)  # as no ModuleList is
+        numel = sum(p.numel() for p in m.parameters()) if called else 0
         return ModuleCall(path, float(numel), numel, tuple(call(*child) for child in children))
 
     return call("", module)

@@ -197,8 +197,8 @@ class StagesPart(Part):
             set_each(spent_gradients(module, optimizers), "grad", repeat(None))
         named = dict(zip(held, own))
         if self._unverified:
-            self._unverified = False
             self._verify(engine, step, named, key)
+            self._unverified = engine.skips  # then there was nothing to compare
         with held_refused(loggers_of(module)):
             return engine.train(step, self.spread.microbatches, named, scale, key, ahead)
 

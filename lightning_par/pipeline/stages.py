@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from lightning_par.mesh.agree import agree
@@ -117,6 +118,7 @@ class Spread:
             ValueError: the module can't be cut as asked; on every rank.
         """
         refuse_packed(first.module)
+        _refuse_scripted(first.module)
         started = time.monotonic()
         module, step = first.module, first.step()
         with _as_the_loop_will_run(module, step):
@@ -217,3 +219,14 @@ def refuse_packed(module: nn.Module) -> None:
             'write HybridParallelStrategy(data_parallel="fsdp"), TensorParallelStrategy or '
             "SequenceParallelStrategy, which keep it whole on each rank."
         )
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    """Raises ValueError where a module within ``module`` that `torch.jit.script` made has weights."""
+    for name, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule) and any(True for _ in m.parameters()):
+            raise ValueError(
+                f"{name!r} is a module of torch.jit.script, which keeps its weights where no other rank can take them "
+                "over. Under a pipeline or a placement leave it as it was written, or script the functions alone "
+                "that it calls."
+            )

@@ -41,8 +41,10 @@ def register_names(strategies: ModuleType) -> None:
     if registry is None:
         return
     for name, cls in CLASSES.items():
-        if name not in registry:
-            registry.register(name, _factory(name, HOMES[strategies.__name__]), description=f"lightning_par.{cls}")
+        # LightningCLI takes a class that is given no arguments for a name, which the Trainer writes in lower case
+        for known in (name, f"lightning_par.{cls}".lower()):
+            if known not in registry:
+                registry.register(known, _factory(name, HOMES[strategies.__name__]), description=f"lightning_par.{cls}")
 
 
 def _factory(name: str, home: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The file has the state of optimizers that an optimizer wraps, of all stages."""
+"""The file has the state of optimizers that an optimizer wraps, of all stages, and what objects in a state hold."""
 
 from __future__ import annotations
 
@@ -34,22 +34,44 @@ class Wraps(Optimizer):
         self.inner.load_state_dict(state_dict["others"][0]["inner"])
 
 
+class Graft:
+    def __init__(self, p: Tensor) -> None:
+        self.momentum = [torch.zeros_like(p)]
+
+
+class Grafts(Optimizer):
+    """Keeps tensors in objects, as ScalableShampoo of `pytorch_optimizer` does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            graft = self.state[p].setdefault("graft", Graft(p))
+            graft.momentum[0].mul_(0.9).add_(p.grad)
+            p.sub_(0.1 * graft.momentum[0])
+        return loss
+
+
 class Net(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, grafts: bool = False) -> None:
         super().__init__()
+        self.grafts = grafts
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.net(batch) - batch.flip(1)).square().mean()
 
     def configure_optimizers(self) -> Optimizer:
-        return Wraps(torch.optim.Adam(self.parameters(), lr=0.01))
+        return Grafts(self.parameters()) if self.grafts else Wraps(torch.optim.Adam(self.parameters(), lr=0.01))
 
 
-def _saved(path: Path, layout: dict[str, Any] | None, resume: Path | None) -> None:
+def _saved(path: Path, layout: dict[str, Any] | None, resume: Path | None, grafts: bool = False) -> None:
     devices: Any = {"devices": 1} if layout is None else {"devices": 2, "strategy": HybridParallelStrategy(**layout)}
     torch.manual_seed(0)
-    module = Net()
+    module = Net(grafts)
     trainer = Trainer(
         accelerator="cpu", precision="64-true", max_epochs=1 if resume is None else 2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **devices,
@@ -72,3 +94,14 @@ def test_the_state_of_wrapped_optimizers_is_saved_and_loaded(
         files = [torch.load(path, weights_only=False) for path in (one, other)]
         for part in ("state_dict", "optimizer_states"):
             assert not differences(files[0][part], files[1][part], 1e-9)
+
+
+def test_what_objects_in_an_optimizers_state_hold_in_parts_is_saved_whole(pool: Pool, tmp_path: Path) -> None:
+    """The first rank asked for the others' parts alone, until a time limit."""
+    pool.run(1, _saved, tmp_path / "one.ckpt", None, None, True)
+    pool.run(2, _saved, tmp_path / "two.ckpt", {"tensor_parallel_size": 2}, None, True)
+    held = []
+    for name in ("one", "two"):
+        state = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["optimizer_states"][0]["state"]
+        held.append({number: of["graft"].momentum for number, of in state.items()})
+    assert not differences(*held, 1e-9)

@@ -281,3 +281,16 @@ print("imported", lightning.pytorch.Trainer.__name__)
 def test_torch_and_lightning_import_when_registration_fails(said: Outputs) -> None:
     out = said("failing")
     assert "imported Trainer" in out and "could not register" in out
+
+
+def test_a_class_without_arguments_on_the_command_line_is_a_name() -> None:
+    """LightningCLI hands on its path, which the Trainer writes in lower case."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    import lightning_par
+    from lightning_par.strategies.registry import install
+
+    install()
+    for cls in CLASSES.values():
+        made = StrategyRegistry.get(f"lightning_par.{cls}".lower())
+        assert type(made) is getattr(lightning_par, cls)

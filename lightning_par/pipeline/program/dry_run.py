@@ -20,6 +20,7 @@ from lightning_par.pipeline.program.update_calls import UpdateCalls
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.trial.call_context import content_of, flags_of, modes_around, told_to
 from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
+from lightning_par.pipeline.trial.told_numbers import answers
 from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line
@@ -103,7 +104,8 @@ class DryRun(RecordedRun):
         content = content_of(self._without_samples(tensors)) if record.by_content and cut else ()
         told = told_to(func, args, kwargs, self.names, record.by_numbers) + content
         # units may go by what others leave from now on
-        return told if cut or self.program.leaves else flags_of(told)
+        told = told if cut or self.program.leaves else flags_of(told)
+        return (*told, *answers(record.asked, args, kwargs)) if record.asked else told
 
     def _without_samples(self, tensors: list[Tensor]) -> list[Tensor]:
         """Those of the batch alone that are the same for all samples."""

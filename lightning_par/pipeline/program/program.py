@@ -13,6 +13,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.event_draws import Drawn, PartDrawn
 from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.pipeline.trial.told_numbers import Asked
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import returned_tensors
@@ -59,6 +60,7 @@ class StepEvent:
             run finds it.
         by_numbers: whether a unit decides by floats that it is given.
         by_content: whether a unit decides by values of tensors.
+        asked: what a unit of a whole batch asks of the numbers that it is told.
         handed: how many of its last inputs it takes by another way than its arguments.
         draws: whether it draws from torch's global generators.
         drawn: the random numbers that it draws on one device, if ranks are to know.
@@ -92,6 +94,7 @@ class StepEvent:
     told: tuple[Any, ...] | None = None
     by_numbers: bool = True
     by_content: bool = False
+    asked: Asked = ()
     handed: int = 0
     draws: bool = False
     drawn: tuple[Drawn, ...] = ()

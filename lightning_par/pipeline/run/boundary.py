@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -58,6 +59,7 @@ class Crossing:
         self._grads: dict[Value, Tensor] = {}  # the sum so far, of stages of this rank
         self._givers = self._takers.copy()  # that have not given theirs
         self._reached: dict[tuple[int, int], bool] = {}  # whether a backward of the second stage came to the first one
+        self.reached: set[tuple[int, Key]] = set()  # values to which a backward on this rank came, by their stage
 
     def _wanted(self, keys: Iterable[Key], microbatch: int) -> list[Key]:
         wanted = self.traffic.wanted(microbatch)
@@ -146,14 +148,17 @@ class Crossing:
         reached = {id(x) for x in behind(held.outputs).leaves}
         for key, leaf in held.others.items():
             if id(leaf) in reached:
-                place = self.programs[microbatch].events[key[0]].place
-                raise OtherStageError(
-                    f"{place}: this time the loss has a gradient with respect to the value that is made here, to which "
-                    "none came when the step was recorded: the stages that made it don't wait for one, and would train "
-                    "without. Which values the loss depends on must follow from the batch or from flags that layers "
-                    "hold or are told, not from values of the model, or numbers that layers are told or count. Let it "
-                    "depend on both in any case, as by torch.where, or use TensorParallelStrategy."
-                )
+                self._refuse_gradient(key, microbatch)
+
+    def _refuse_gradient(self, key: Key, microbatch: int) -> NoReturn:
+        place = self.programs[microbatch].events[key[0]].place
+        raise OtherStageError(
+            f"{place}: this time the loss has a gradient with respect to the value that is made here, to which "
+            "none came when the step was recorded: the stages that made it don't wait for one, and would train "
+            "without. Which values the loss depends on must follow from the batch, or from what layers hold or are "
+            "told, not from values of the model or what layers count. Let it depend on both in any case, as by "
+            "torch.where, or use TensorParallelStrategy."
+        )
 
     def _take(self, value: Value, stage: int) -> Tensor:
         source, key, microbatch = value
@@ -193,6 +198,8 @@ class Crossing:
                     f"{model.dtype} was expected from a trial run on this batch. What shape a value has must depend on "
                     "the batch's shapes alone."
                 )
+            if x.requires_grad and not model.requires_grad and self.traffic.schedule.trains:
+                self._refuse_gradient(key, microbatch)  # the receiver takes it for a value without a graph
 
     # ----------------------------------------------------------------------------------------------- backward
 
@@ -253,7 +260,9 @@ class Crossing:
 
     def _note_reached(self, stage: int, microbatch: int, grads: Sequence[Tensor | None]) -> None:
         arrivals, wanted = self.programs[microbatch].routes.coming[stage], self.traffic.wanted(microbatch)
-        for source, grad in zip((source for key, source in arrivals if key in wanted), grads, strict=True):
+        taken = [(source, key) for key, source in arrivals if key in wanted]
+        for (source, key), grad in zip(taken, grads, strict=True):
+            self.reached.update([(source, key)] if grad is not None else ())
             self._reached[source, stage] = self._reached.get((source, stage), False) or grad is not None
 
     def unreached(self) -> int | None:

@@ -77,10 +77,12 @@ class Engine:
         self.tokens = Tokens()  # of the step that runs
         self.replays = Replays(self.module, self.programs.watch)
         self._compared: list[Program] = []
+        self.reached: dict[int, tuple[Program, frozenset[Any]]] = {}  # of a whole batch: values that got a gradient
         self.foretold: tuple[frozenset[str] | None] | None = None  # by verification: see `_expected`
         self.flops = 0.0  # of the step that was prepared last
         self.overwritten: frozenset[str] = frozenset()  # by that step: parameters, and buffers within units
         self.update_weights: Callable[[Sequence[UpdateCall]], None] = _no_updates
+        self.skips = False  # whether that step returns no loss
         self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property
@@ -193,6 +195,7 @@ class Engine:
         """Into how many microbatches ``step`` can be cut, of as many as are asked for."""
         ready = self.programs.prepare(step, microbatches)
         self.flops, self.overwritten = sum(ready.program.costs), ready.program.overwritten
+        self.skips = loss_in(ready.program.result) is None
         # it was only asked: the step that follows draws as if this had not run
         generators.set_global_state(ready.before)
         return len(ready.parts)

@@ -199,9 +199,13 @@ class ForwardBackward:
 
     def _see_reach(self) -> None:
         """Raises RuntimeError where a stage gets zeros for gradients, and none on one device."""
-        source = self.crossing.unreached() if self.engine.verify and not self.rehearses else None
+        if not self.engine.verify or self.rehearses:
+            return
+        program, source, reached = self.ready.program, self.crossing.unreached(), self.crossing.reached
+        if len(self.ready.parts) == 1 and reached:  # of microbatches each may come to other values
+            _, known = self.engine.reached.setdefault(id(program), (program, frozenset(reached)))
+            source = min((stage for stage, _ in known - reached), default=source)
         if source is not None:
-            program = self.ready.program
             places = sorted({program.events[key[0]].place for key in program.routes.leaving[source]})
             raise RuntimeError(
                 f"{self.ready.step.name}: this time no gradient comes to what stage {source} of the pipeline makes, at "

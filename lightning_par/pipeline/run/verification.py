@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.trial.analysis_copy import cloned
+from lightning_par.pipeline.trial.constant_draws import EXTREMES, Constants
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
 from lightning_par.private.compiler import uncompiled
-from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
 from lightning_par.python_state import generators
-from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
-from lightning_par.sharded.functions import DRAWING_OPERATORS, operator_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 from lightning_par.trial.step import Step
@@ -96,8 +96,14 @@ def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str
         engine.foretold = (told,)  # the same of the step itself, which comes next
     if not any(axis.all_gather_object(told is None and not engine.inner, "expected")):
         return None
-    expected = real_gradients(step, axis, engine.programs.holds, _drawing())
-    generators.set_global_state(before)
+
+    def told_by(level: float) -> frozenset[str] | None:
+        try:
+            return real_gradients(step, axis, engine.programs.holds, _drawing(level))
+        finally:
+            generators.set_global_state(before)
+
+    expected = told_by(0.5)
     mine = {name: bool(x.count_nonzero()) for name, x in whole.items() if name != "the loss"}
     others = axis.all_gather_object(mine, "expected")  # one may have none on one of several ranks
     found = {name for rank in others for name in rank}
@@ -105,10 +111,12 @@ def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str
     trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
     if expected is None:
         return None
-    for name in trained:
-        if name in expected and name not in found or name not in expected and name in least:  # zeros may be nothing
-            return other_gradient(name, name in expected)
-    return None
+    # zeros may be nothing
+    unlike = [x for x in trained if x in expected and x not in found or x not in expected and x in least]
+    # where draws decide, nothing is expected
+    if not unlike or any(told_by(level) not in (expected, None) for level in EXTREMES):
+        return None
+    return other_gradient(unlike[0], unlike[0] in expected)
 
 
 def _can_be_shortened(step: Step) -> bool:
@@ -156,40 +164,17 @@ def kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Itera
                 x.detach().copy_(copy)  # not what it was made of before: the step may have set its `.data`
 
 
-def _drawing() -> Callable[[], AbstractContextManager[None]]:
+def _drawing(level: float = 0.5) -> Callable[[], AbstractContextManager[None]]:
     """What is entered around runs that are compared: they draw the same whole and cut only where that is wanted."""
-    return uncompiled if RunState.current.streams.whole else _without_draws
+    return uncompiled if RunState.current.streams.whole else partial(_without_draws, level)
 
 
 @contextmanager
-def _without_draws() -> Iterator[None]:
+def _without_draws(level: float) -> Iterator[None]:
     # Fused kernels draw within: the plain one draws by functions that are seen here. So do compiled graphs; and what
     # the compiler has once met under such a mode it leaves alone for ever.
-    with uncompiled(), sdpa_kernel([SDPBackend.MATH]), Constants():
+    with uncompiled(), sdpa_kernel([SDPBackend.MATH]), Constants(level):
         yield
-
-
-class Constants(TorchDispatchMode):
-    """Inside, all random numbers are the same constant, whatever the shape that is drawn.
-
-    Example::
-
-        with Constants():
-            assert torch.equal(torch.rand(2), torch.rand(4)[:2])
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with DisableTorchFunction():
-            name = operator_of(func)
-            if name == "native_dropout" and args[2] is not False:
-                x, p = args[0], args[1]
-                return x / (1 - p) if p < 1 else torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool)
-            result = func(*args, **kwargs)
-            if name in DRAWING_OPERATORS:
-                for x in tensors_in(result):
-                    x.fill_(1 if name.startswith("bernoulli") or not x.is_floating_point() else 0.5)
-            return result
 
 
 def _tolerance(engine: Engine, x: Tensor) -> float:

@@ -53,15 +53,15 @@ class DrawnNumbers:
     def begin(self, unit: str | None = None) -> None:
         """An event of the model begins, which may be a call of a ``unit``."""
         self.any, self.drawn, self.owned, self.parts, self._unit, self._alone = False, [], False, (), unit, {}
-        self._stood = standing() if RunState.current.streams.whole else None
+        self._stood = standing() if unit is not None or RunState.current.streams.whole else None
 
     def leave(self) -> None:
         """The unit has returned, or raised."""
         self._unit = None
 
     def end(self, event: StepEvent) -> None:
-        """The event is known. Generators move on as on one device, since what the step draws next may decide what it
-        does.
+        """The event is known. Generators move on as on one device, or stand where they stood before a unit, of whose
+        draws other ranks don't know: what the step draws next may decide what it does.
 
         Raises:
             UnitError: nobody but the rank of a unit knows how many numbers it draws.
@@ -74,7 +74,7 @@ class DrawnNumbers:
         if stood is not None:
             stand_at(stood)
             with unset_fake_temporarily():
-                draw_again(event.drawn)
+                draw_again(event.drawn)  # none where ranks draw numbers of their own
 
     @contextmanager
     def noting(self, func: Any) -> Iterator[None]:

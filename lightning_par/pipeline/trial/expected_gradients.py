@@ -10,7 +10,7 @@ small beside the memory that is free. Where they are not, or random numbers deci
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.logged_outputs import silent
 from lightning_par.pipeline.effects.random_draws import stand_at, standing
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
+from lightning_par.pipeline.trial.constant_draws import EXTREMES, Constants
 from lightning_par.pipeline.trial.untraced import untraced
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.graph import Accumulation, function_of
@@ -56,11 +57,12 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
             if found is not None and has_drawn():
                 if streams.whole:  # fakes move no generator on: what is drawn behind them is another number
                     return None
-                stand_at(stood)
-                # once more with other draws: where these decide, nothing is expected
-                torch.manual_seed(torch.initial_seed() + 1)
-                if _gradients_told(step) != found:
-                    return None
+                for level in (None, *EXTREMES):  # with other draws: where these decide, nothing is expected
+                    stand_at(stood)
+                    torch.manual_seed(torch.initial_seed() + 1)
+                    with nullcontext() if level is None else Constants(level):
+                        if _gradients_told(step) != found:
+                            return None
         return found
     except Exception:  # user code on values that are not there, or torch's own limits
         return None

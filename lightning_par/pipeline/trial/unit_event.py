@@ -17,6 +17,7 @@ from lightning_par.pipeline.trial.function_event import as_located
 from lightning_par.pipeline.trial.samples.sample_sums import tag_of
 from lightning_par.pipeline.trial.samples.unit_trial import acts_plainly
 from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.pipeline.trial.told_numbers import Question, asked, watching
 from lightning_par.private.module_hooks import (
     dicts_of_hooks,
     handles_made,
@@ -49,8 +50,10 @@ def record_unit(
     run.values.check_current(inputs)
     run.values.check_whole(inputs)
     sums, cuts = (0, 0) if run.axis is None else (run.axis.sums, run.axis.cuts)
-    by_numbers, said = set[str](), None
-    if run.axis is not None:
+    by_numbers, said, numbers = set[str](), None, dict[int | str, list[Question]]()
+    if run.axis is None:
+        original = watching(original, numbers)
+    else:
         args, kwargs = watched(args, kwargs, by_numbers)
         if any(tag_of(run.tags, x) for x in inputs):
             raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
@@ -70,6 +73,7 @@ def record_unit(
     run.units.append((path, len(run.events)))
     run.note_constants(len(run.events), (args, kwargs))
     event = run.keep(path, "located", inputs, result)
+    event.asked = asked(numbers)
     event.by_numbers, event.by_content = bool(by_numbers), run.values_read > reads
     if run.values_read > reads:
         run.deciding.add(TENSORS)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
+from lightning_par.pipeline.trial.told_numbers import Question, answers, asked, watching
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 
@@ -25,13 +26,15 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.stops, self.calls, self.most = nn.Linear(8, 8), False, 0, 1_000_000
+        self.linear, self.stops, self.calls, self.most, self.cut = nn.Linear(8, 8), False, 0, 1_000_000, 0
 
-    def forward(self, x: Tensor, stop: bool = False) -> Tensor:
+    def forward(self, x: Tensor, stop: bool = False, number: int = 1) -> Tensor:
         self.calls += 1
+        stop = stop or number % 3 == 0
         with torch.set_grad_enabled(not (stop or self.stops or self.calls > self.most)):
             x = x * 2
-        return self.linear(x).tanh()
+        x = self.linear(x).tanh()
+        return x.detach() if self.calls <= self.cut else x
 
 
 class Net(LightningModule):
@@ -42,6 +45,8 @@ class Net(LightningModule):
         self.way = way
         self.first, self.second = Layer(), Layer()
         self.aside = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        if way == "cut":
+            self.first.cut = 1
         if way == "count":
             self.first.most = self.second.most = 3
 
@@ -59,6 +64,8 @@ class Net(LightningModule):
             with torch.set_grad_enabled(odd):  # as a backbone that is frozen for the first epochs
                 x = self.first(batch)
             x = self.second(x)
+        elif way == "number":
+            x = self.second(self.first(batch), number=self.global_step + 1)
         else:
             x = self.second(self.first(batch), stop=way == "argument" and not odd)
         one, other = x.square().mean(), self.aside(batch).square().mean()
@@ -112,6 +119,7 @@ WAYS = [
     "argument",
     "attribute",
     "recompute",
+    "number",
     "none before",
     "none by batch",
     "none by value",
@@ -124,7 +132,7 @@ def test_gradients_of_whole_batches_take_one_devices_way(way: str, pool: Pool) -
     _is_one_devices(pool, way, microbatches=1)
 
 
-@slow("dict", "which", "argument", "attribute", "none before")
+@slow("dict", "which", "argument", "attribute", "number", "none before")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_microbatches_take_one_devices_way(way: str, pool: Pool) -> None:
     _is_one_devices(pool, way, microbatches=2)
@@ -140,7 +148,23 @@ def test_gradients_that_no_stage_waits_for_are_refused(pool: Pool) -> None:
         pool.run(2, _trained, "which by value", {"stages": ["second"], "microbatches": 1})
 
 
+def test_a_value_that_has_no_graph_at_first_and_then_has_one_is_refused(pool: Pool) -> None:
+    """What made it was never trained, silently."""
+    with pytest.raises(RanksFailedError, match="which none came when the step was recorded"):
+        pool.run(2, _trained, "cut", {"stages": ["second"], "microbatches": 1})
+
+
 def test_zeros_in_place_of_no_gradient_are_refused(pool: Pool) -> None:
     """A layer stops its gradients by a count of its own, of which no rank knows ahead; Adam goes on with zeros."""
     with pytest.raises(RanksFailedError, match="no gradient comes to what stage 0 of the pipeline makes"):
         pool.run(2, _trained, "count", {"stages": ["second"], "microbatches": 1})
+
+
+def test_what_a_layer_decides_by_a_number_is_asked_of_other_numbers() -> None:
+    def layer(x: str, step: int, *, rate: float) -> bool:
+        return (step - 1) % 3 == 0 or (step > 7 and rate < 0.5)
+
+    questions: dict[int | str, list[Question]] = {}
+    assert watching(layer, questions)("x", 2, rate=0.1) is False
+    said = {step: answers(asked(questions), ("x", step), {"rate": 0.1}) for step in range(2, 10)}
+    assert said == {step: ((step - 1) % 3 == 0, step > 7) for step in said}
