@@ -10,7 +10,7 @@ small beside the memory that is free. Where they are not, or random numbers deci
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,10 +57,10 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
             if found is not None and has_drawn():
                 if streams.whole:  # fakes move no generator on: what is drawn behind them is another number
                     return None
-                for level in (None, *EXTREMES):  # with other draws: where these decide, nothing is expected
+                for level in EXTREMES:  # with other draws: where these decide, nothing is expected
                     stand_at(stood)
-                    torch.manual_seed(torch.initial_seed() + 1)
-                    with nullcontext() if level is None else Constants(level):
+                    torch.manual_seed(torch.initial_seed() + 1)  # of whole numbers, which are drawn as ever
+                    with Constants(level):
                         if _gradients_told(step) != found:
                             return None
         return found
