@@ -75,6 +75,7 @@ class JointGradients:
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self._plain, self._unseen = 0, 0
         self.updates = False  # whether a step updates weights, by calls that are the same on all ranks
+        self.needed: tuple[int, ...] | None = None  # who needs what such a call makes, where that is known
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
         mine = [(name, p.axis.name) for name, p in self._parameters.items() if isinstance(p, ShardedTensor)]
         told = axis.all_gather_object(mine, "names of weights in parts")
@@ -139,7 +140,7 @@ class JointGradients:
         try:
             yield
         finally:
-            self.updates = False
+            self.updates, self.needed = False, None
 
     @property
     def shows(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
         wholes[memory_of(values)] = x, values
         return values
 
-    stays = _stays_in_place(owner, func, args, kwargs)
+    stays = _stays_in_place(owner, func, name, args, kwargs)
     if stays is not None:
         return stays
     links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
@@ -110,31 +111,43 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     return map_tensors(away, result)
 
 
-def _stays_in_place(owner: JointGradients, func: Any, args: Any, kwargs: Any) -> Any:
+def _stays_in_place(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of weights entry by entry is where they are, in parts if they are, as an average is: no rank
     needs values. None where it needs them, or can have them and may show them to the user."""
     weights = [x for x in tensors_in((args, kwargs)) if owner.is_weight(x)]
     names = [owner.name_of(x) for x in weights]
-    if len({*map(owner.holders_of, names)}) != 1 or not (owner.updates or {*names} <= owner.in_parts.keys()):
+    home = _home(owner, names)
+    if home is None:
         return None
     # Tried with what stands for them on ranks that have nothing, so that those which have parts say the same.
-    standing = {id(x): _standing(owner, x) for x in weights}
+    of = next(of for of in names if owner.holders_of(of) == home)
+    standing = {id(x): _standing(owner, x, of) for x in weights}
     with torch.no_grad():
         try:
             tried = as_it_is(func, *map_tensors(lambda x: standing.get(id(x), x), (args, kwargs)))
         except ElsewhereError:
             return None
-        result = as_it_is(func, args, kwargs)
+        away = [x for x, other in zip(weights, names) if owner.holders_of(other) != home]
+        given = {id(x): sent(owner, name, x) for x in away}
+        result = as_it_is(func, *map_tensors(lambda x: given.get(id(x), x), (args, kwargs)))
     memories = {id(standing[id(x)].origin): copied(x) for x in weights}
     copies = [memories.get(id(x.origin), object()) for x in tensors_in(tried) if isinstance(x, Elsewhere)]
     for x, memory in zip(tensors_in(result), copies):
-        owner.show(x, names[0], memory)
+        owner.show(x, of, memory)
     return result
 
 
-def _standing(owner: JointGradients, x: Tensor) -> Elsewhere:
-    name = owner.name_of(x)
-    return Elsewhere(x.shape, x.dtype, x.device, Origin(name, owner.holders_of(name), owner.axis), stride=x.stride())
+def _home(owner: JointGradients, names: Sequence[str]) -> tuple[int, ...] | None:
+    """The ranks on which what is made of weights of these ``names`` may stay; None where all are to have it."""
+    holders = {*map(owner.holders_of, names)}
+    if len(holders) == 1 and (owner.updates or {*names} <= owner.in_parts.keys()):
+        return holders.pop()
+    return owner.needed if owner.needed in holders else None
+
+
+def _standing(owner: JointGradients, x: Tensor, of: str) -> Elsewhere:
+    """For ``x``, on ranks that hold the weight ``of``."""
+    return Elsewhere(x.shape, x.dtype, x.device, Origin(of, owner.holders_of(of), owner.axis), stride=x.stride())
 
 
 def without_graph(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.program import Key, StepEvent
-from lightning_par.pipeline.program.tape import Absent, filled
+from lightning_par.pipeline.program.tape import Absent, filled, keys_in
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 
@@ -31,6 +31,10 @@ class UpdateCall:
     place: str
     behind: bool
     around: tuple[Any, ...]
+
+    def makers(self) -> list[int]:
+        """The events that make what it is given."""
+        return [event for event, _ in keys_in((self.args, self.kwargs))]
 
     def given(self, made: Mapping[Key, Tensor]) -> tuple[Any, Any]:
         """Its arguments, by what others have ``made``."""
