@@ -183,6 +183,11 @@ class JointGradients:
         """``value`` as the function ``name`` needs it to write where the parameter ``of`` is."""
         return present(self, name, value, {*self._holders[of]})
 
+    def data_for(self, x: Tensor, value: Any) -> Any:
+        """``value`` as ``x.data`` is set to it where ``x`` is: on all ranks, if it is not spread, which a value that
+        is where some weight is may be unlike."""
+        return value if self.is_weight(x) else present(self, "data", value, {*range(self.axis.size)})
+
     def adopt(self, optimizer: Any) -> None:
         """Let the steps of ``optimizer`` see what is here, but for its closure, in which hooks of the user's run."""
         self._optimizers.adopt(optimizer)

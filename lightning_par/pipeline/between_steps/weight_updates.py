@@ -29,7 +29,7 @@ def update_weights(owner: JointGradients, calls: Sequence[UpdateCall]) -> None:
             owner.needed = needed.get(call.index)
             try:
                 with as_around(call.around):
-                    result = _call(call.func, *call.given(made))
+                    result = _call(call.func, *call.given(made), owner)
             except NotImplementedError as error:
                 raise NotImplementedError(f"{call.place}: {error}") from error
             made = {key: x for key, x in made.items() if last[key[0]] > call.index}  # of a model's size, all in all
@@ -53,12 +53,12 @@ def _needed(owner: JointGradients, calls: Sequence[UpdateCall]) -> dict[int, tup
     return found
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
+def _call(func: Any, args: Any, kwargs: Any, owner: JointGradients) -> Any:
     """``func``; ``x.data`` and ``x.data = y`` as the user writes them, for which classes of tensors have their ways."""
     name = name_of(func)
     if name == "data":
         return args[0].data
     if name == "__set__":
-        args[0].data = args[1]
+        args[0].data = owner.data_for(*args)
         return None
     return func(*args, **kwargs)

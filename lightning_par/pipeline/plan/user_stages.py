@@ -149,11 +149,26 @@ def cut_stages(root: ModuleCall, cuts: Sequence[str], who: Asker, opened: Collec
             raise ValueError(f"stages names {cut!r}, which has no parameters. Name a module that has some{hint}.")
     required = [path for paths in tops.values() for path in paths if modules[path]]
     calls = unit_calls(root, choose_units(root, who.stages, required, opened))
-    starts = [0, *(next(i for i, call in enumerate(calls) if _matches(call.path, cut)) for cut in cuts)]
+    starts = [0, *(_first(calls, cut, opened) for cut in cuts)]
     for before, cut, start, here in zip([None, *cuts], cuts, starts, starts[1:]):
         if here <= start:
             _refuse_cut(cut, before, calls[here].path)
     return calls, [sum(start <= i for start in starts) - 1 for i in range(len(calls))]
+
+
+def _first(calls: Sequence[UnitCall], cut: str, opened: Collection[str]) -> int:
+    """Which of the ``calls`` is the first that ``cut`` matches.
+
+    Raises:
+        ValueError: none is, as where all that has parameters in it lies in what is ``opened``.
+    """
+    found = next((i for i, call in enumerate(calls) if _matches(call.path, cut)), None)
+    if found is None:
+        raise ValueError(
+            f"stages names {cut!r}, of which nothing could begin a stage once {list_names(opened)} is taken apart. "
+            "Name a module behind it."
+        )
+    return found
 
 
 def _refuse_cut(cut: str, before: str | None, unit: str) -> NoReturn:

@@ -19,7 +19,7 @@ from lightning_par.pipeline.program.lent_buffers import lacking_buffers
 from lightning_par.pipeline.program.matching import Matching
 from lightning_par.pipeline.program.prepared_step import Part, Prepared
 from lightning_par.pipeline.program.program import Program
-from lightning_par.pipeline.program.update_calls import UpdateCall
+from lightning_par.pipeline.program.update_calls import UpdateCall, joined_calls
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import Attributes, flags_among
 from lightning_par.pipeline.trial.side_inputs import UnitError
@@ -120,7 +120,7 @@ class Programs:
         samples = step.samples
         count = max(1, min(microbatches, samples))
         parts: list[Part] = []
-        updates: Sequence[UpdateCall] = ()
+        updates: list[Sequence[UpdateCall]] = []
         began = generators.global_state()
         for own in (Positions.even(samples, count).indices(i) for i in range(count)):
             low, high = int(own[0]), int(own[-1]) + 1
@@ -129,10 +129,12 @@ class Programs:
                 return x[low:high] if x.ndim and x.shape[0] == samples else x
 
             ready = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1)
-            (part,), updates = ready.parts, updates or ready.updates  # once for all of them
+            (part,) = ready.parts
+            updates.append(ready.updates)
             part.share, part.apart = len(own) / samples, count > 1
             parts.append(part)
-        return Prepared(parts, began, generators.global_state(), coupled=len(parts) > 1, updates=updates)
+        coupled, together = len(parts) > 1, joined_calls(updates)
+        return Prepared(parts, began, generators.global_state(), coupled=coupled, updates=together)
 
     def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
         """Add a program to ``known``; returns the count of microbatches that it is for."""

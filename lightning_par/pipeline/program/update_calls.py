@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.program import Key, StepEvent
 from lightning_par.pipeline.program.tape import Absent, filled, keys_in
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 
@@ -39,6 +41,38 @@ class UpdateCall:
     def given(self, made: Mapping[Key, Tensor]) -> tuple[Any, Any]:
         """Its arguments, by what others have ``made``."""
         return filled((self.args, self.kwargs), made.__getitem__)
+
+
+def joined_calls(parts: Sequence[Sequence[UpdateCall]]) -> Sequence[UpdateCall]:
+    """What a step does once whose microbatches, the ``parts``, are batches of their own: what it does in each.
+
+    Raises:
+        ValueError: that is not the same.
+    """
+    for other in parts[1:]:
+        one = parts[0]
+        if len(one) != len(other) or not all(map(_is_alike, one, other)):
+            raise ValueError(
+                f"{[*one, *other][0].place}: the step updates weights by what is in its batch, and with "
+                "allow_batch_coupling=True each microbatch, a batch of its own, would do so in another way. Write the "
+                "update in on_train_batch_start, or microbatches=1."
+            )
+    return parts[0] if parts else ()
+
+
+def _is_alike(one: UpdateCall, other: UpdateCall) -> bool:
+    mine, theirs = (tree_leaves((call.args, call.kwargs)) for call in (one, other))
+    called = one.func == other.func and (one.behind, one.around) == (other.behind, other.around)
+    return called and len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    if isinstance(x, Absent):  # its event may have another number
+        return isinstance(y, Absent)
+    if x is y or not isinstance(x, Tensor):
+        return x is y or bool(type(x) is type(y) and x == y)
+    plain = not (isinstance(x, nn.Parameter) or isinstance(y, nn.Parameter)) and isinstance(y, Tensor)
+    return plain and x.dtype == y.dtype and torch.equal(x, y)
 
 
 @dataclass

@@ -113,6 +113,12 @@ def test_what_is_opened_may_leave_nothing_that_opening_a_block_gives() -> None:
     assert choose_units(root, 2, opened=["a", "s", "block.up", "block.down", "head"]) == ("s.weight", "block")
 
 
+def test_what_is_opened_may_leave_nothing_that_could_begin_a_stage() -> None:
+    root = box("", leaf("a"), box("b", leaf("b.weight")))
+    with pytest.raises(ValueError, match="stages names 'b', of which nothing could begin a stage"):
+        make_stage_plan(root, 2, ["b"], opened=["b", "b.weight"])
+
+
 def test_code_between_units_counts_for_the_one_before() -> None:
     plan = make_stage_plan(box("", leaf("a", 2.0), leaf("softmax", 5.0, 0), leaf("b", 2.0), own=3.0), 2)
     assert [stage.share * 12 for stage in plan.stages] == pytest.approx([7.0, 5.0])

@@ -16,6 +16,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, LayerPlacementStrategy, dry_run
+from lightning_par.pipeline.program.tape import Absent
+from lightning_par.pipeline.program.update_calls import UpdateCall, joined_calls
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
@@ -43,6 +45,9 @@ class Pair(LightningModule):
         update: Callable[[], None] = getattr(self, how)
         if where in ("first", "both"):
             update()
+        if where == "told":  # which is why both ranks have that weight
+            update()
+            self.log("target", self.target[0][0].weight.norm())  # type: ignore[index]
         x = self.net(batch)
         if where == "between":  # as in MoCo
             update()
@@ -124,10 +129,12 @@ WAYS = [
     "last in_place",
     "last state",
     "both data",
+    "told data",
+    "told vector",
 ]
 
 
-@slow("first in_place", "first vector", "first state", "both data")
+@slow("first in_place", "first vector", "first state", "both data", "told vector")
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_updated_as_on_one_device(way: str, pool: Pool) -> None:
     _is_one_devices(pool, way, {"microbatches": 2})
@@ -180,6 +187,29 @@ class Refused(Pair):
 def test_updates_that_stages_would_see_in_part_are_refused(way: str) -> None:
     with pytest.raises(ValueError, match="the step writes into '.*', which is used on ranks 0 and 1"):
         dry_run(lambda: Refused(way), BATCHES[:4], {**PIPELINE, "microbatches": 1}, devices=2, precision="64-true")
+
+
+@pytest.mark.parametrize("told", ["alike", "another number", "another batch", "one more", "another weight"])
+def test_microbatches_of_their_own_must_update_weights_alike(told: str) -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+
+    def call(index: int, weight: int = 0, by: float = 0.5, of_batch: float = 2.0) -> UpdateCall:
+        given = (weights[weight], Absent((index, 0)), torch.full((2,), of_batch))
+        return UpdateCall(index, torch.addcmul, given, {"value": by}, "step.py:1", False, (True,))
+
+    others = {
+        "alike": [call(7)],
+        "another number": [call(3, by=0.25)],
+        "another batch": [call(3, of_batch=1.0)],
+        "one more": [call(3), call(4)],
+        "another weight": [call(3, weight=1)],
+    }
+    parts = [[call(3)], others[told]]
+    if told == "alike":
+        assert joined_calls(parts) is parts[0]
+    else:
+        with pytest.raises(ValueError, match="step.py:1: the step updates weights by what is in its batch"):
+            joined_calls(parts)
 
 
 def test_a_dry_run_updates_weights() -> None:
