@@ -57,6 +57,9 @@ def _made_of_weights(run: Analysis) -> dict[int, set[int]]:
     found = {*chain.from_iterable(made.values())}
     if not all(_may_be_apart(run.events[index]) for index in found) or found & run.lending:
         return {}
+    read = [index for index, event in enumerate(run.events) if event.kind == "read"]
+    if run.guesses.decided and any(index > read[0] for index in found if read):
+        return {}  # a value of the model may decide whether they come at all
     memory = run.values.memory.written
     if any(key[0] in found or not found.isdisjoint(memory.get(key, ())) for key, i in run.uses() if i not in found):
         return {}
