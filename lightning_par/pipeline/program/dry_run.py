@@ -19,8 +19,8 @@ from lightning_par.pipeline.program.tape import Tape
 from lightning_par.pipeline.program.update_calls import UpdateCalls
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.trial.call_context import content_of, flags_of, modes_around, told_to
+from lightning_par.pipeline.trial.deciding_numbers import answers
 from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
-from lightning_par.pipeline.trial.told_numbers import answers
 from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line

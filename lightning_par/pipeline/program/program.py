@@ -13,7 +13,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.event_draws import Drawn, PartDrawn
 from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
-from lightning_par.pipeline.trial.told_numbers import Asked
+from lightning_par.pipeline.trial.deciding_numbers import Asked
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import returned_tensors

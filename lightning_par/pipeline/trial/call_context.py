@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.digest import digest
-from lightning_par.pipeline.trial.code_attributes import FEW, Number
+from lightning_par.pipeline.trial.code_attributes import FEW
 from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import leaves_given
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -79,15 +79,6 @@ def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     with no_modes():
         plain = [x for x in tensors if type(x) is Tensor and not x.is_meta]  # weights may be on another rank
         return tuple(repr(x.tolist()) if x.numel() <= FEW else int(digest(x)) for x in plain)
-
-
-def watched(args: Any, kwargs: Any, noted: set[str]) -> tuple[Any, Any]:
-    """Arguments of a unit whose floats put a word into ``noted`` where something is decided by them."""
-
-    def watch(x: Any) -> Any:
-        return Number.of(x, frozenset(("an argument",)), noted) if type(x) is float else x
-
-    return tuple(map(watch, args)), {key: watch(x) for key, x in kwargs.items()}
 
 
 def _content(value: Any) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.pipeline.trial.deciding_numbers import Place, Question, deciding
 from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state.cells.cell import Cell
@@ -178,70 +179,29 @@ def _environment() -> dict[Any, Any]:
     return dict(held) if isinstance(held, dict) else dict(os.environ)
 
 
-class Number(float):
-    """A number on a module in a trial run, which notes in ``noted`` that something was decided by it.
-
-    What is computed of it is one, too.
-    """
-
-    names: frozenset[str] = frozenset()
-    noted: set[str] | None = None
-
-    @classmethod
-    def of(cls, value: float, names: frozenset[str], noted: set[str] | None) -> Number:
-        """``value``, which depends on the numbers called ``names``."""
-        number = cls(value)
-        number.names, number.noted = names, noted
-        return number
-
-
-def _deciding(name: str) -> Any:
-    def method(self: Number, *others: Any) -> Any:
-        if self.noted is not None:
-            self.noted.update(self.names)
-        return getattr(float, name)(self, *others)
-
-    return method
-
-
-def _computing(name: str) -> Any:
-    def method(self: Number, *others: Any) -> Any:
-        result = getattr(float, name)(self, *others)
-        if type(result) is not float:
-            return result
-        names = (x.names for x in others if isinstance(x, Number))
-        return Number.of(result, self.names.union(*names), self.noted)
-
-    return method
-
-
-for _name in "lt le gt ge eq ne bool int floor ceil round".split():
-    setattr(Number, f"__{_name}__", _deciding(f"__{_name}__"))
-for _name in "add radd sub rsub mul rmul truediv rtruediv mod rmod pow rpow neg pos abs".split():
-    setattr(Number, f"__{_name}__", _computing(f"__{_name}__"))
-Number.__hash__ = float.__hash__  # type: ignore[method-assign]
-
-
 @contextmanager
 def watched_numbers(copy: nn.Module, units: Collection[str], noted: set[str]) -> Iterator[None]:
     """Inside, numbers that the units of ``copy`` reach note in ``noted``, by place, that something goes by them."""
-    lent: list[tuple[Cell, Any, float, Number]] = []
+
+    def notice(places: frozenset[Place], question: Question) -> None:
+        noted.update(map(str, places))
+
+    lent: list[tuple[Cell, Any, float, float]] = []
     for cell in _cells(copy, units).values():
         for key, value in list(cell.items()) if watches_numbers(cell) else ():
             if type(value) is float:
-                number = Number.of(value, frozenset({cell.place(key)}), noted)
+                number = deciding(value, cell.place(key), notice)
                 cell.lend(key, number)
                 lent.append((cell, key, value, number))
     try:
         yield
     finally:
         for cell, key, value, number in lent:  # a global is no copy's
-            number.noted = None
             cell.keep(key, value, [number])
 
 
 def watches_numbers(cell: Cell) -> bool:
-    """Whether a `Number` can take a number's place there."""
+    """Whether a watched number can take a number's place there."""
     return not isinstance(cell, (BodyCell, SetCell, TupleCell))
 
 

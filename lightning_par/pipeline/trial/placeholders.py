@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,10 @@ from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.sharded.functions import ARRAYS, TRUTHS, WHOLE_NUMBERS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.guesses import FLOATS, Guesses
+from lightning_par.trial.watched_number import WatchedNumber
 
 
-class AbsentNumber(float):
+class AbsentNumber(WatchedNumber, float):
     """A number that only the last stage knows: arithmetic keeps that in mind, and to decide by it is noted.
 
     Where the batch is cut into microbatches, no one knows the whole batch's number while the step runs: what is decided
@@ -28,37 +29,20 @@ class AbsentNumber(float):
     count = 0  # of numbers so far
     guesses: Guesses | None = None  # of what the step decides by them, in the run that is on
 
+    def computed(self, result: Any, function: Callable[..., Any], numbers: tuple[Any, ...]) -> Any:
+        return AbsentNumber(result) if isinstance(result, float) else result
 
-def _arithmetic(name: str) -> Any:
-    def method(self: AbsentNumber, *others: Any) -> Any:
-        found = getattr(float, name)(self, *others)
-        return AbsentNumber(found) if isinstance(found, float) else found
-
-    return method
-
-
-def _decision(name: str) -> Any:
-    def method(self: AbsentNumber, *others: Any) -> Any:
-        found, guesses = getattr(float, name)(self, *others), AbsentNumber.guesses
-        if isinstance(found, bool):
-            return found if guesses is None else guesses.compare(found)
+    def decided(self, result: Any, function: Callable[..., Any], numbers: tuple[Any, ...]) -> Any:
+        if isinstance(result, bool):
+            return result if self.guesses is None else self.guesses.compare(result)
         _refuse_cut()
-        return found
-
-    return method
+        return result
 
 
 def _refuse_cut() -> None:
     """What is decided by a whole number can't be seen."""
     if AbsentNumber.cut:
         raise SamplesMixError(f"the step decides by a value of the whole batch at {user_line()}")
-
-
-for _name in ("add radd sub rsub mul rmul truediv rtruediv neg abs pow rpow floordiv rfloordiv mod rmod").split():
-    setattr(AbsentNumber, f"__{_name}__", _arithmetic(f"__{_name}__"))
-for _name in ("lt le gt ge eq ne bool int").split():
-    setattr(AbsentNumber, f"__{_name}__", _decision(f"__{_name}__"))
-AbsentNumber.__hash__ = float.__hash__  # type: ignore[method-assign]
 
 
 DRAWS = 3

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.program.program import Shares
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.trial.call_context import watched
 from lightning_par.pipeline.trial.code_attributes import TENSORS
+from lightning_par.pipeline.trial.deciding_numbers import Questions, asked, watch_arguments, watching
 from lightning_par.pipeline.trial.function_event import as_located
 from lightning_par.pipeline.trial.samples.sample_sums import tag_of
 from lightning_par.pipeline.trial.samples.unit_trial import acts_plainly
 from lightning_par.pipeline.trial.side_inputs import UnitError
-from lightning_par.pipeline.trial.told_numbers import Question, asked, watching
 from lightning_par.private.module_hooks import (
     dicts_of_hooks,
     handles_made,
@@ -50,11 +49,11 @@ def record_unit(
     run.values.check_current(inputs)
     run.values.check_whole(inputs)
     sums, cuts = (0, 0) if run.axis is None else (run.axis.sums, run.axis.cuts)
-    by_numbers, said, numbers = set[str](), None, dict[int | str, list[Question]]()
-    if run.axis is None:
-        original = watching(original, numbers)
+    whole, said, questions = run.axis is None, None, Questions()
+    if whole:
+        original = watching(original, questions)
     else:
-        args, kwargs = watched(args, kwargs, by_numbers)
+        args, kwargs = watch_arguments(args, kwargs, questions, (float,))
         if any(tag_of(run.tags, x) for x in inputs):
             raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
         args, kwargs = run.with_samples(args), run.with_samples(kwargs)
@@ -73,8 +72,8 @@ def record_unit(
     run.units.append((path, len(run.events)))
     run.note_constants(len(run.events), (args, kwargs))
     event = run.keep(path, "located", inputs, result)
-    event.asked = asked(numbers)
-    event.by_numbers, event.by_content = bool(by_numbers), run.values_read > reads
+    event.asked = asked(questions) if whole else ()
+    event.by_numbers, event.by_content = bool(questions) and not whole, run.values_read > reads
     if run.values_read > reads:
         run.deciding.add(TENSORS)
     event.handed = len(event.inputs) - given

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
-from lightning_par.pipeline.trial.told_numbers import Question, answers, asked, watching
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 
@@ -158,13 +157,3 @@ def test_zeros_in_place_of_no_gradient_are_refused(pool: Pool) -> None:
     """A layer stops its gradients by a count of its own, of which no rank knows ahead; Adam goes on with zeros."""
     with pytest.raises(RanksFailedError, match="no gradient comes to what stage 0 of the pipeline makes"):
         pool.run(2, _trained, "count", {"stages": ["second"], "microbatches": 1})
-
-
-def test_what_a_layer_decides_by_a_number_is_asked_of_other_numbers() -> None:
-    def layer(x: str, step: int, *, rate: float) -> bool:
-        return (step - 1) % 3 == 0 or (step > 7 and rate < 0.5)
-
-    questions: dict[int | str, list[Question]] = {}
-    assert watching(layer, questions)("x", 2, rate=0.1) is False
-    said = {step: answers(asked(questions), ("x", step), {"rate": 0.1}) for step in range(2, 10)}
-    assert said == {step: ((step - 1) % 3 == 0, step > 7) for step in said}
