@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_par import PipelineParallelStrategy
@@ -33,7 +31,7 @@ def trainer(
     **kw: Any,
 ) -> Trainer:
     """A Trainer for this rank: plain where it is the only one, else with two stages to a replica."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = surface.world_size()
     callbacks = list(callbacks or [])
     if world > 1:
         kw["strategy"] = PipelineParallelStrategy(2, world // 2, schedule, microbatches, timeout=timeout)

@@ -89,10 +89,15 @@ class MustSplit(Callback):
     on_fit_start = on_validation_start = on_test_start = on_predict_start = _check  # type: ignore[assignment]
 
 
+def world_size() -> int:
+    """How many ranks there are, before, in and after a run."""
+    # Lightning takes WORLD_SIZE away at the end of a run; the process group stays.
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def trainer(callbacks: list[Any] | None = None, must_split: bool = True, **kwargs: Any) -> Trainer:
     """A Trainer for this rank: plain where it is the only one, else with two ranks to a replica."""
-    # Lightning takes WORLD_SIZE away at the end of a run; the process group stays.
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     layout: dict[str, Any] = {}
     callbacks = list(callbacks or [])
     if world > 1:
@@ -107,6 +112,32 @@ def trainer(callbacks: list[Any] | None = None, must_split: bool = True, **kwarg
     if "plugins" in kwargs:
         del defaults["precision"]
     return Trainer(**{**defaults, **quiet, **layout, **kwargs}, callbacks=callbacks)
+
+
+def trained(
+    module: LightningModule, data: Any, strategy: str | Callable[[], Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """What the user sees after ``module`` was fitted on this rank: weights, buffers and metrics, for `check`.
+
+    Args:
+        module: on one device the weights that it has now are trained, on several those of rank 0.
+        data: batches.
+        strategy: its name, or what makes it, where there are several ranks; else as for `trainer`.
+        options: of the Trainer.
+
+    Example::
+
+        def _fit(microbatches: int) -> Any:
+            return trained(Net(), loader(), partial(PipelineParallelStrategy, microbatches=microbatches))
+
+        def test_a_fit_is_one_devices(pool: Pool) -> None:
+            check(pool, _fit, 2)
+    """
+    if strategy is not None and world_size() > 1:
+        options["strategy"] = strategy if isinstance(strategy, str) else strategy()
+    t = trainer(must_split=strategy is None, **options)
+    t.fit(module, data)
+    return {"metrics": metrics(t), "weights": weights(module)}
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

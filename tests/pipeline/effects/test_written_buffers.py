@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).view(12, 8).sin()
 
@@ -71,36 +71,23 @@ class Quantizes(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _trained(codebook: nn.Module, stages: int) -> dict[str, Tensor]:
+def _fit(codebook: nn.Module) -> Any:
     torch.manual_seed(0)
-    module = Quantizes(codebook)
-    strategy: Any = PipelineParallelStrategy(stages) if stages > 1 else "auto"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu", devices=stages, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+    return trained(Quantizes(codebook), DataLoader(BATCHES, batch_size=4), PipelineParallelStrategy)  # type: ignore[arg-type]
 
 
-def _by_way(stages: int) -> dict[str, dict[str, Tensor]]:
+def _fit_each() -> Any:
     ways = ("data", "detach", "data, after a use", "rows of data", "detach, then data")
-    return {way: _trained(Codebook(way), stages) for way in ways}
+    return {way: _fit(Codebook(way)) for way in ways}
 
 
 def test_a_buffer_is_written_into_by_another_object_for_it(pool: Pool) -> None:
-    (one,) = pool.run(1, _by_way, 1)
-    for found in pool.run(2, _by_way, 2):
-        for way, expected in one.items():
-            for name, x in expected.items():
-                assert (found[way][name] - x).abs().max() <= 1e-9, (way, name)
+    check(pool, _fit_each)
 
 
 def _refused(kind: type[Codebook]) -> str:
     with pytest.raises(NotImplementedError) as error:
-        _trained(kind(""), 2)
+        _fit(kind(""))
     return str(error.value)
 
 

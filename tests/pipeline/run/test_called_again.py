@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
+from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 12 * 2 * 8, dtype=torch.float64).view(12, 2, 8).mul(9).sin()
 
@@ -36,24 +37,12 @@ class Views(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _trained(schedule: str) -> dict[str, Tensor]:
+def _fit(schedule: Any) -> Any:
     torch.manual_seed(0)
-    module = Views()
-    strategy: Any = PipelineParallelStrategy(2, schedule=schedule) if schedule else "auto"  # type: ignore[arg-type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu", devices=2 if schedule else 1, strategy=strategy, max_epochs=1, precision="64-true",
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+    return trained(Views(), DataLoader(BATCHES, batch_size=4), partial(PipelineParallelStrategy, 2, schedule=schedule))  # type: ignore[arg-type]
 
 
 @slow("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_layers_that_are_called_for_each_view_are_one_devices(schedule: str, pool: Pool) -> None:
-    (one,) = pool.run(1, _trained, "")
-    for found in pool.run(2, _trained, schedule):
-        for name, x in one.items():
-            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
+    check(pool, _fit, schedule)

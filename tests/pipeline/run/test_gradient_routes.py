@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
+from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
 BATCHES[4:8] += 1  # the second batch has another mean
@@ -88,27 +89,10 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)  # to which no gradient is something else than zeros
 
 
-def _trained(way: str, strategy: dict[str, Any] | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _fit(way: str, microbatches: Any = "auto") -> Any:
     torch.manual_seed(0)
-    module = Net(way)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu", devices=1 if strategy is None else 2, max_epochs=2, precision="64-true", logger=False,
-            strategy="auto" if strategy is None else PipelineParallelStrategy(2, **strategy),
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
-    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}, logged
-
-
-def _is_one_devices(pool: Pool, way: str, **strategy: Any) -> None:
-    ((one, logged),) = pool.run(1, _trained, way, None)
-    for found, said in pool.run(2, _trained, way, {"stages": ["second"], **strategy}):
-        for name, x in one.items():
-            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
-        assert said == pytest.approx(logged, abs=1e-9)
+    strategy = partial(PipelineParallelStrategy, 2, stages=["second"], microbatches=microbatches)
+    return trained(Net(way), DataLoader(BATCHES, batch_size=4), strategy, max_epochs=2)  # type: ignore[arg-type]
 
 
 WAYS = [
@@ -128,32 +112,32 @@ WAYS = [
 @slow("dict", "none before", "none by batch", "recompute")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_whole_batches_take_one_devices_way(way: str, pool: Pool) -> None:
-    _is_one_devices(pool, way, microbatches=1)
+    check(pool, _fit, way, 1)
 
 
 @slow("dict", "which", "argument", "attribute", "number", "none before")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_microbatches_take_one_devices_way(way: str, pool: Pool) -> None:
-    _is_one_devices(pool, way, microbatches=2)
+    check(pool, _fit, way, 2)
 
 
 def test_a_step_that_logs_something_else_and_skips_is_left_whole(pool: Pool) -> None:
-    _is_one_devices(pool, "none, and logs")
+    check(pool, _fit, "none, and logs")
 
 
 def test_gradients_that_no_stage_waits_for_are_refused(pool: Pool) -> None:
     """They were lost."""
     with pytest.raises(RanksFailedError, match="which none came when the step was recorded"):
-        pool.run(2, _trained, "which by value", {"stages": ["second"], "microbatches": 1})
+        pool.run(2, _fit, "which by value", 1)
 
 
 def test_a_value_that_has_no_graph_at_first_and_then_has_one_is_refused(pool: Pool) -> None:
     """What made it was never trained, silently."""
     with pytest.raises(RanksFailedError, match="which none came when the step was recorded"):
-        pool.run(2, _trained, "cut", {"stages": ["second"], "microbatches": 1})
+        pool.run(2, _fit, "cut", 1)
 
 
 def test_zeros_in_place_of_no_gradient_are_refused(pool: Pool) -> None:
     """A layer stops its gradients by a count of its own, of which no rank knows ahead; Adam goes on with zeros."""
     with pytest.raises(RanksFailedError, match="no gradient comes to what stage 0 of the pipeline makes"):
-        pool.run(2, _trained, "count", {"stages": ["second"], "microbatches": 1})
+        pool.run(2, _fit, "count", 1)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
+from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 16 * 8, dtype=torch.float64).view(16, 8).mul(40).sin()
 
@@ -49,33 +50,24 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def _trained(seed: int, draws: bool, strategy: dict[str, Any] | None) -> tuple[dict[str, Tensor], list[Any]]:
+def _fit(seed: int, draws: bool = False, microbatches: int = 1) -> Any:
     torch.manual_seed(0)
     module = Net(draws)
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu", devices=1 if strategy is None else 2, max_epochs=1, precision="64-true", logger=False,
-            strategy="auto" if strategy is None else PipelineParallelStrategy(2, **strategy),
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}, module.called
+    strategy = partial(PipelineParallelStrategy, microbatches=microbatches)
+    found = trained(module, DataLoader(BATCHES, batch_size=4), strategy)  # type: ignore[arg-type]
+    return {**found, "called": module.called}
 
 
 @slow("1")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_layers_that_a_draw_leaves_out_are_those_of_one_device(microbatches: int, pool: Pool) -> None:
-    ((one, called),) = pool.run(1, _trained, 1, False, None)
-    assert {n for first in called[:1] for n in first} < {n for step in called for n in step}  # some come later
-    for found, theirs in pool.run(2, _trained, 1, False, {"microbatches": microbatches}):
-        assert theirs == called
-        for name, x in one.items():
-            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
+    for found in check(pool, _fit, 1, microbatches=microbatches):
+        called = found["called"]
+        assert {n for first in called[:1] for n in first} < {n for step in called for n in step}  # some come later
 
 
 def test_a_layer_that_draws_moves_no_other_ranks_draws(pool: Pool) -> None:
     """The step's draws were looked for behind those of the layer, where no rank's step has them."""
-    (_, one), (_, other) = pool.run(2, _trained, 1, True, {"microbatches": 1})
-    assert one == other
+    one, other = pool.run(2, _fit, 1, True)
+    assert one["called"] == other["called"]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 8 * 4, dtype=torch.float64).view(8, 4).mul(40).sin()
 
@@ -44,26 +46,16 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _trained(ranks: int, module: bool = False) -> dict[str, Tensor]:
+def _fit(module: bool) -> Any:
     torch.manual_seed(0)
-    net = Net(module)
-    trainer = Trainer(
-        accelerator="cpu", devices=ranks, max_epochs=1, precision="64-true", logger=False,
-        strategy="auto" if ranks == 1 else PipelineParallelStrategy(ranks, microbatches=2),
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(net, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
-    return {name: x.detach().clone() for name, x in net.state_dict().items()}
+    return trained(Net(module), DataLoader(BATCHES, batch_size=4), partial(PipelineParallelStrategy, microbatches=2))  # type: ignore[arg-type]
 
 
 def test_a_layer_that_calls_a_scripted_function_is_cut(pool: Pool) -> None:
     """It ended the run: torch runs it where samples can't be followed."""
-    (one,) = pool.run(1, _trained, 1)
-    for found in pool.run(2, _trained, 2):
-        for name, x in one.items():
-            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
+    check(pool, _fit, False)
 
 
 def test_a_scripted_module_with_weights_is_refused_by_name(pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match="'second' is a module of torch.jit.script"):
-        pool.run(2, _trained, 2, True)
+        pool.run(2, _fit, True)

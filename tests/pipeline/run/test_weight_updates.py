@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
@@ -20,6 +20,7 @@ from lightning_par.pipeline.program.tape import Absent
 from lightning_par.pipeline.program.update_calls import UpdateCall, joined_calls
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
+from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
 PIPELINE = {"pipeline_parallel_size": 2, "stages": ["target"]}
@@ -95,31 +96,13 @@ class Pair(LightningModule):
         return torch.optim.Adam(self.net.parameters(), lr=0.05)
 
 
-def _trained(way: str, layout: dict[str, Any] | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _fit(way: str, layout: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    module, strategy, devices = Pair(way), "auto", 1
-    if layout is not None:
-        devices = 2 * layout.get("tensor_parallel_size", layout.get("data_parallel_size", 1))
-        placed = layout.get("placement") is not None
-        strategy = LayerPlacementStrategy(**layout) if placed else HybridParallelStrategy(**PIPELINE, **layout)  # type: ignore[assignment]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            use_distributed_sampler=False,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
-    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}, logged
-
-
-def _is_one_devices(pool: Pool, way: str, layout: dict[str, Any], ranks: int = 2) -> None:
-    ((one, logged),) = pool.run(1, _trained, way, None)
-    for found, said in pool.run(ranks, _trained, way, layout):
-        for name, x in one.items():
-            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
-        assert said == pytest.approx(logged, abs=1e-9)
+    placed = "placement" in layout
+    strategy = (
+        partial(LayerPlacementStrategy, **layout) if placed else partial(HybridParallelStrategy, **PIPELINE, **layout)
+    )
+    return trained(Pair(way), DataLoader(BATCHES, batch_size=4), strategy, use_distributed_sampler=False)  # type: ignore[arg-type]
 
 
 WAYS = [
@@ -141,13 +124,13 @@ WAYS = [
 @slow("first in_place", "first vector", "first state", "both data", "told vector")
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_updated_as_on_one_device(way: str, pool: Pool) -> None:
-    _is_one_devices(pool, way, {"microbatches": 2})
+    check(pool, _fit, way, {"microbatches": 2})
 
 
 @slow("first data", "last state")
 @pytest.mark.parametrize("way", ["first data", "first foreach", "last state", "guarded in_place"])
 def test_weights_are_updated_with_whole_batches(way: str, pool: Pool) -> None:
-    _is_one_devices(pool, way, {"microbatches": 1})
+    check(pool, _fit, way, {"microbatches": 1})
 
 
 @slow()
@@ -158,13 +141,13 @@ def test_weights_are_updated_with_whole_batches(way: str, pool: Pool) -> None:
     ids=["tensor", "fsdp", "data"],
 )
 def test_weights_in_parts_are_updated(way: str, layout: dict[str, Any], pool: Pool) -> None:
-    _is_one_devices(pool, way, layout, ranks=4)
+    check(pool, _fit, way, layout, world=4)
 
 
 @slow("last in_place")
 @pytest.mark.parametrize("way", ["first data", "last in_place"])
 def test_weights_on_placed_devices_are_updated(way: str, pool: Pool) -> None:
-    _is_one_devices(pool, way, {"placement": {"net": 0, "target": 1}})
+    check(pool, _fit, way, {"placement": {"net": 0, "target": 1}})
 
 
 class Refused(Pair):

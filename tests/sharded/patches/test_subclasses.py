@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.pool import Pool
+from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 8 * 6 * 8, dtype=torch.float64).view(8, 6, 8).sin()
 
@@ -41,17 +41,9 @@ class ThereAndBack(Back):
         return self.last(hidden.as_subclass(Tensor)).as_subclass(Tagged).square().mean().as_subclass(Tensor)
 
 
-def _trained(kind: type[Back], strategy: str, devices: int) -> dict[str, Tensor]:
+def _fit(kind: type[Back], strategy: str) -> Any:
     torch.manual_seed(0)
-    module = kind()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(BATCHES, batch_size=4))  # type: ignore[arg-type]
-    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+    return trained(kind(), DataLoader(BATCHES, batch_size=4), strategy)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -61,10 +53,7 @@ def _trained(kind: type[Back], strategy: str, devices: int) -> dict[str, Tensor]
 def test_a_class_of_the_users_is_taken_for_one_step_as_on_one_device(
     kind: type[Back], strategy: str, pool: Pool
 ) -> None:
-    (one,) = pool.run(1, _trained, kind, "auto", 1)
-    for found in pool.run(2, _trained, kind, strategy, 2):
-        for name, x in one.items():
-            torch.testing.assert_close(found[name], x, rtol=0, atol=1e-9)
+    check(pool, _fit, kind, strategy)
 
 
 class InBatch(Back):
@@ -76,7 +65,7 @@ def _refused() -> list[str]:
     told = []
     for kind in (ThereAndBack, InBatch):
         with pytest.raises(NotImplementedError) as error:
-            _trained(kind, "pipeline_parallel", 2)
+            _fit(kind, "pipeline_parallel")
         told.append(str(error.value))
     return told
 
