@@ -1,11 +1,10 @@
-"""Random number generators: found, and put back to where they stood."""
+"""Random number generators: where they stand, and put back there."""
 
 from __future__ import annotations
 
 import functools
 import pickle
 import random
-import types
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +13,10 @@ import numpy as np
 import torch
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.python_state.find_objects import find_objects
 from lightning_par.python_state.global_generators import NUMPY, PYTHON, are_same
 
-MAX_OBJECTS = 5000  # that are looked into; datasets can be large
-MAX_ITEMS = 100  # of one list, tuple, set or dict
-
-_MOST = {"pos": 624, "buffer_pos": 4}
-"""How far numpy's generators may stand in what they have drawn ahead."""
-
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @contextmanager
@@ -154,102 +148,6 @@ def raw_state() -> tuple[Any, ...]:
     return torch.get_rng_state(), cuda, NUMPY.get(), PYTHON.get()
 
 
-def saved_state(raw: tuple[Any, ...] | None = None) -> dict[str, Any]:
-    """The state of the global generators for a checkpoint, now or when it was ``raw``; of tensors and numbers alone, so
-    that no pickle runs code when it is read. Of the CUDA generators only the current device's."""
-    of_torch, cuda, (kind, words, *numbers), (version, python, gauss) = raw or raw_state()
-    state = {
-        "torch": of_torch,
-        "numpy": [str(kind), torch.from_numpy(np.asarray(words, dtype=np.int64)), *numbers],
-        "python": [version, torch.tensor(python), gauss],
-    }
-    if cuda is not None:
-        state["cuda"] = cuda
-    return state
-
-
-def load_state(state: dict[str, Any]) -> None:
-    """Put the global generators where `saved_state` found them, on the same kind of devices or others.
-
-    Raises:
-        ValueError: the state is garbled.
-    """
-    torch.set_rng_state(state["torch"].clone())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].clone())
-    kind, words, *numbers = state["numpy"]
-    if not 0 <= numbers[0] <= words.numel():  # numpy would read the memory behind the words
-        raise ValueError(f"The state of numpy's generator in the checkpoint is garbled: it stands at {numbers[0]}.")
-    NUMPY.set((kind, words.numpy().astype(np.uint32), *numbers))
-    version, python, gauss = state["python"]
-    PYTHON.set((version, tuple(python.tolist()), gauss))
-
-
-def saved_states(found: Iterable[Any]) -> list[Any]:
-    """The states of generators that `find` found, in the form of `saved_state`."""
-    return [_saved(generator) for generator in found]
-
-
-def load_states(found: list[Any], states: list[Any]) -> None:
-    """Put generators where `saved_states` found them, if they are as many and of the same kinds."""
-    if [_kind(generator) for generator in found] == [kind for kind, _ in states]:
-        for generator, (_, state) in zip(found, states):
-            _load(generator, state)
-
-
-def _kind(generator: Any) -> str:
-    if isinstance(generator, np.random.Generator):
-        return type(generator.bit_generator).__name__
-    return next(kind.__name__ for kind in _KINDS if isinstance(generator, kind))
-
-
-def _saved(generator: Any) -> tuple[str, Any]:
-    if isinstance(generator, torch.Generator):
-        return _kind(generator), generator.get_state()
-    if isinstance(generator, random.Random):
-        version, words, gauss = generator.getstate()
-        return _kind(generator), [version, torch.tensor(words), gauss]
-    if isinstance(generator, np.random.RandomState):
-        return _kind(generator), _in_tensors(generator.get_state(legacy=False))
-    return _kind(generator), _in_tensors(generator.bit_generator.state)
-
-
-def _load(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.clone())
-    elif isinstance(generator, random.Random):
-        version, words, gauss = state
-        generator.setstate((version, tuple(words.tolist()), gauss))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_in_arrays(state))
-    else:
-        generator.bit_generator.state = _in_arrays(state)
-
-
-def _in_tensors(state: Any) -> Any:
-    """numpy's state of a generator, with bytes for its arrays: torch has not all of numpy's types."""
-    if isinstance(state, dict):
-        return {name: _in_tensors(x) for name, x in state.items()}
-    if isinstance(state, np.ndarray):
-        return [state.dtype.name, torch.from_numpy(np.frombuffer(state.tobytes(), np.uint8).copy())]
-    return state if isinstance(state, str | float) else int(state)
-
-
-def _in_arrays(state: Any) -> Any:
-    """
-    Raises:
-        ValueError: the state is garbled.
-    """
-    if isinstance(state, dict):
-        for name, most in _MOST.items():
-            if not 0 <= state.get(name, 0) <= most:  # numpy would read the memory behind its words
-                raise ValueError(f"The state of a generator in the checkpoint is garbled: {name} is {state[name]}.")
-        return {name: _in_arrays(x) for name, x in state.items()}
-    if isinstance(state, list):
-        return np.frombuffer(state[1].numpy().tobytes(), state[0]).copy()
-    return state
-
-
 def share(axis: Axis) -> None:
     """Put the global generators of every rank along ``axis`` where the first rank's stand."""
     if axis.size > 1:
@@ -258,51 +156,9 @@ def share(axis: Axis) -> None:
             unpack_state(packed)
 
 
-def find(holders: Iterable[Any], kinds: tuple[type, ...] = _KINDS) -> list[Any]:
-    """The generators, or what else is of ``kinds``, that ``holders`` reach through attributes, containers, partials
-    and closures."""
-    seen: set[int] = set()
-    found: list[Any] = []
-    waiting = list(holders)
-    while waiting and len(seen) < MAX_OBJECTS:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, kinds):
-            found.append(value)
-        else:
-            waiting.extend(_inside(value))
-    return found
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, str | bytes | int | float | type | torch.Tensor | np.ndarray | None):
-        return []
-    if isinstance(value, list | tuple | set | frozenset):
-        return [item for item, _ in zip(value, range(MAX_ITEMS))]
-    if isinstance(value, dict):
-        return [item for item, _ in zip(value.values(), range(MAX_ITEMS))]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.ModuleType):  # through one all others are reached
-        return []
-    inner: list[Any] = [_plain(value, "__self__"), _plain(value, "__func__")]
-    for cell in _plain(value, "__closure__") or ():
-        try:
-            inner.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
-    inner.extend((_plain(value, "__dict__") or {}).values())
-    return inner
-
-
-def _plain(value: Any, name: str) -> Any:
-    """An attribute as Python keeps it: a ``__getattr__`` of a user's object may import, load or answer anything."""
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return None
+def find(holders: Iterable[Any]) -> list[Any]:
+    """The generators that ``holders`` reach, as `find_objects` does."""
+    return find_objects(holders, KINDS)
 
 
 def _state(generator: Any) -> bytes:

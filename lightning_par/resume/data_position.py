@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_par.checkpoint import generator_states
 from lightning_par.python_state import generators
 
 State = dict[str, Any]
@@ -34,11 +35,11 @@ class Standing:
     @classmethod
     def of(cls, found: list[Any]) -> Standing:
         """Of the global generators, and those that `own_generators` found."""
-        return cls(generators.raw_state(), generators.saved_states(found))
+        return cls(generators.raw_state(), generator_states.saved_states(found))
 
     def saved(self) -> State:
         """For a checkpoint."""
-        return {"global": generators.saved_state(self.raw), "own": self.own}
+        return {"global": generator_states.saved_state(self.raw), "own": self.own}
 
 
 def own_generators(loaders: Iterable[Any]) -> list[Any]:
@@ -49,8 +50,8 @@ def own_generators(loaders: Iterable[Any]) -> list[Any]:
 
 def put_back(state: State, found: list[Any]) -> None:
     """Put the generators to where they stood; the inverse of `Standing.saved`."""
-    generators.load_state(state["global"])
-    generators.load_states(found, state["own"])
+    generator_states.load_state(state["global"])
+    generator_states.load_states(found, state["own"])
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_par.checkpoint import generator_states
 from lightning_par.private.loaders import is_stateful, without_states
 from lightning_par.python_state import generators
 from lightning_par.resume.data_position import DataPosition, Resumed, own_generators, put_back
@@ -94,7 +95,7 @@ class TrainingLoader:
         if resumed is not None and not self.begun:
             # before the run that is resumed would: it draws nothing, and is made again in its time
             self.begun = self.early = True
-            generators.load_states(watch.position.found, resumed.now["own"])
+            generator_states.load_states(watch.position.found, resumed.now["own"])
             with generators.kept(watch.position.found):
                 self._begin(resumed.loaders)
         else:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_par.checkpoint import generator_states
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.loaders import HandedOut, processed
@@ -245,7 +246,7 @@ class ResumingMixin(RanksMixin):
 
     def _kept_for_resume(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
         """What goes into ``checkpoint`` beside what Lightning puts there; all ranks must ask."""
-        kept: dict[str, Any] = {"generators": generators.saved_state()}
+        kept: dict[str, Any] = {"generators": generator_states.saved_state()}
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if self._position is None or trainer is None:
             return kept

@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint import generator_states
 from lightning_par.checkpoint.background import Background, background_group
 from lightning_par.checkpoint.checked_together import together
 from lightning_par.checkpoint.directory import Writing
@@ -28,7 +29,6 @@ from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.strategies import give_checkpoint_io, given_checkpoint_io
 from lightning_par.private.trainer import restores_a_run
-from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies.rank_numbers import Count
 from lightning_par.strategies.resuming import ResumingMixin
@@ -208,7 +208,7 @@ class SavingMixin(ResumingMixin):
             detach_from_file(optimizer, given)
         self._adopt_optimizers()  # the state is whole; one without hooks for loading has noticed nothing
         if self._starting and self._generators is not None:
-            generators.load_state(self._generators)
+            generator_states.load_state(self._generators)
             self._generators = None
 
     def _adopt_optimizers(self) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state import generators
+from lightning_par.python_state.find_objects import find_objects
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
 from lightning_par.trial.begun_streams import Begun, Replaced, Taken, UnrepeatableError, begin, same
@@ -103,10 +104,10 @@ def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) 
 
 
 def _first_of_workers_stream(loader: DataLoader[Any]) -> Any:
-    if generators.find([loader.dataset], _QUEUES):  # workers would take from them what the run is to get
+    if find_objects([loader.dataset], _QUEUES):  # workers would take from them what the run is to get
         raise UnrepeatableError(loader.dataset)
     batch = _first_through_workers(loader)
-    if generators.find([loader.dataset], _FILES):  # all processes read on from the same place of an open file
+    if find_objects([loader.dataset], _FILES):  # all processes read on from the same place of an open file
         try:
             again = _first_through_workers(loader)
         except NoBatchError:
@@ -131,7 +132,7 @@ def _take(stream: Any, count: int, may_begin: bool, begun: Replaced) -> list[Any
     """
     copied = copy_of(stream)
     if copied is not None:
-        tensors = generators.find([stream], (Tensor,))  # large ones are not copied
+        tensors = find_objects([stream], (Tensor,))  # large ones are not copied
         versions = [write_count(x) for x in tensors]
         items = begin(copied, count)
         if not same(items, begin(copy_of(stream), count)) or versions != [write_count(x) for x in tensors]:

@@ -26,13 +26,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_par.checkpoint import consolidate, rename
+from lightning_par.checkpoint import consolidate, generator_states, rename
 from lightning_par.checkpoint.directory import Writing
 from lightning_par.checkpoint.files import make_checkpoint_io, save
 from lightning_par.checkpoint.folder import REST, Folder
 from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.reading import load, load_whole
-from lightning_par.python_state import generators
 from tests.checkpoint.test_urls import _save
 from tests.helpers import hostile
 from tests.helpers.fsspec_folders import register
@@ -382,12 +381,12 @@ def test_boxes_must_fill_their_tensor(true: Path, tmp_path: Path) -> None:
 
 def test_generators_do_not_stand_outside_their_state() -> None:
     """Numpy reads the memory there."""
-    good = generators.saved_state()
+    good = generator_states.saved_state()
     for at in (-1, 625, 1 << 40):
         state = good | {"numpy": [*good["numpy"][:2], at, *good["numpy"][3:]]}
         with pytest.raises(ValueError, match="numpy's generator"):
-            generators.load_state(state)
-    generators.load_state(good)
+            generator_states.load_state(state)
+    generator_states.load_state(good)
 
 
 def _by_value(member: Any, protocol: Any) -> Any:

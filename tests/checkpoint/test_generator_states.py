@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_par.python_state import generators
+from lightning_par.checkpoint import generator_states
 
 
 def made() -> list[Any]:
@@ -29,47 +28,24 @@ def drawn(found: list[Any]) -> list[float]:
 def test_states_go_through_a_file_that_runs_no_code(tmp_path: Path) -> None:
     own, other = made(), made()
     drawn(own)
-    torch.save([generators.saved_states(own), generators.saved_state()], tmp_path / "states")
+    torch.save([generator_states.saved_states(own), generator_states.saved_state()], tmp_path / "states")
     expected = [drawn(own), drawn(own), torch.rand(3).tolist(), np.random.rand(), random.random()]
     states, everywhere = torch.load(tmp_path / "states", weights_only=True)
-    generators.load_states(other, states)
-    generators.load_state(everywhere)
+    generator_states.load_states(other, states)
+    generator_states.load_state(everywhere)
     assert [drawn(other), drawn(other), torch.rand(3).tolist(), np.random.rand(), random.random()] == expected
     before = drawn(made())
     fewer = made()
-    generators.load_states(fewer[:-1], states)  # of other loaders than those that were saved
+    generator_states.load_states(fewer[:-1], states)  # of other loaders than those that were saved
     assert drawn(fewer) == before
 
 
 @pytest.mark.parametrize(("which", "name"), [(2, "pos"), (4, "pos"), (5, "buffer_pos")])
 def test_no_state_lets_numpy_read_what_is_not_its_own(which: int, name: str) -> None:
     found = [made()[which]]
-    ((kind, state),) = generators.saved_states(found)
+    ((kind, state),) = generator_states.saved_states(found)
     inner = state["state"] if name == "pos" else state
     for wrong in (-1, 10**6):
         inner[name] = wrong
         with pytest.raises(ValueError, match=f"garbled: {name} is {wrong}"):
-            generators.load_states(found, [(kind, state)])
-
-
-class Lazy:
-    """Answers for what it has not by importing it, as objects of `six.moves` do."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ImportError(name)
-
-
-class Holds:
-    def __init__(self) -> None:
-        self.lazy, self.module, self.rows = Lazy(), random, lambda: self.own
-        self.own = random.Random(1)
-
-    def read(self) -> None: ...
-
-
-def test_a_look_for_generators_runs_no_code_of_what_it_meets() -> None:
-    holds = Holds()
-    rows, read = Holds().rows, functools.partial(holds.read)
-    assert generators.find([holds]) == [holds.own]
-    assert generators.find([read]) == [holds.own]
-    assert generators.find([rows]) == [rows()]
+            generator_states.load_states(found, [(kind, state)])
