@@ -10,52 +10,25 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_par.absent.base import AbsentTensor
+from lightning_par.absent.origin import ElsewhereError, Origin
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import innermost_mode
-from lightning_par.private.operators import schema_of
+from lightning_par.private.operators import schema_of, written_arguments
 from lightning_par.private.tensors import GRADIENT
 from lightning_par.sharded.functions import COPY_OPERATORS, SAME_MEMORY_OPERATORS, operator_of
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
-
-
-class ElsewhereError(RuntimeError):
-    """The values of a tensor were needed on a rank that does not hold it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Origin:
-    """Where a tensor is. Tensors that would share memory share this very object.
-
-    Args:
-        name: the tensor's first name in the module.
-        holders: the indices along ``axis`` of the ranks that hold it, ascending.
-        axis: the axis over which the module is spread.
-        sharding: dim, positions and axis of the shards, where each holder has a part of it only.
-    """
-
-    name: str
-    holders: tuple[int, ...]
-    axis: Axis
-    sharding: tuple[int, Positions, Axis] | None = None
-
-    def __str__(self) -> str:
-        ranks = " and ".join(map(str, self.holders))
-        return f"{self.name!r} is held by {self.axis.name} rank{'s' * (len(self.holders) > 1)} {ranks}"
-
-    def __deepcopy__(self, memo: Any) -> Origin:
-        return replace(self)
 
 
 class Elsewhere(AbsentTensor):
@@ -122,7 +95,7 @@ class Elsewhere(AbsentTensor):
             return True  # another one may hold the same values, of which this rank knows nothing
         if _is_by_entry(func) and len({y.origin.holders for y in those}) == 1:
             return _computed(func, args, kwargs, those[0].origin)
-        if not _writes(func) and (given := _brought((args, kwargs))) is not None:
+        if not written_arguments(func) and (given := _brought((args, kwargs))) is not None:
             return func(*given[0], **given[1])
         raise ElsewhereError(_message(those[0], name))
 
@@ -255,10 +228,6 @@ def _brought(value: Any) -> Any:
     return None if any(missing) else given
 
 
-def _writes(func: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(func).arguments)
-
-
 def _flat(value: Any) -> Iterable[Any]:
     if isinstance(value, (tuple, list)):
         for item in value:
@@ -296,8 +265,7 @@ def _computed(func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
 
 
 def _writes_to_first_alone(func: Any) -> bool:
-    written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-    return bool(written) and written == [schema_of(func).arguments[0].name]
+    return [place for place, _ in written_arguments(func)] == [0]
 
 
 def _write(func: Any, x: Elsewhere, args: Any, kwargs: Any) -> Elsewhere:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.absent.elsewhere import ElsewhereError
+from lightning_par.absent.origin import ElsewhereError
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state.generators import snapshot
 from lightning_par.python_state.nested_tensors import tensors_in

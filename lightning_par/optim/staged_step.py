@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.absent.elsewhere import Elsewhere, Origin
+from lightning_par.absent.elsewhere import Elsewhere
+from lightning_par.absent.origin import Origin
 from lightning_par.mesh.broadcast import send_to_all
 from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.mesh.host_values import on_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -14,3 +15,14 @@ Operator = torch._ops.OpOverload
 
 HOMES = ("torch._ops", "torch.ops")
 """How the ``__module__`` of an operation begins, by which it is told from a function of torch."""
+
+
+def written_arguments(operator: Any) -> list[tuple[int, str]]:
+    """The arguments that an operation says it writes into, by place and name.
+
+    Example::
+
+        assert written_arguments(torch.ops.aten.add_.Tensor) == [(0, "self")]
+    """
+    arguments = enumerate(schema_of(operator).arguments)
+    return [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]

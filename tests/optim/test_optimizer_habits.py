@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.absent.elsewhere import Elsewhere, Origin, is_elsewhere
+from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
+from lightning_par.absent.origin import Origin
 from lightning_par.fsdp.gather_order import GatherOrder
 from lightning_par.fsdp.prefetch import Prefetch
 from lightning_par.fsdp.stored_parameter import Stored

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_par.private.operators import HOMES, Operator, schema_of
+from lightning_par.private.operators import HOMES, Operator, schema_of, written_arguments
 
 
 def test_an_operation_tells_what_it_takes_writes_and_returns() -> None:
     schema = schema_of(torch.ops.aten.add_.Tensor)
     assert schema.name == "aten::add_" and schema.is_mutable and not schema_of(torch.ops.aten.add.Tensor).is_mutable
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
-    assert [bool(argument.alias_info and argument.alias_info.is_write) for argument in schema.arguments] == [1, 0, 0]
+    assert written_arguments(torch.ops.aten.add_.Tensor) == [(0, "self")]
+    assert written_arguments(torch.ops.aten.add.out) == [(3, "out")]
+    assert written_arguments(torch.ops.aten._foreach_add_.List) == [(0, "self")]
     assert [str(value.type) for value in schema.returns] == ["Tensor"] and schema.returns[0].alias_info.is_write
 
 

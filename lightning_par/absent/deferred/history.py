@@ -15,7 +15,7 @@ from lightning_par.absent.deferred.generator_draws import Draw
 from lightning_par.absent.geometry import Geometry
 from lightning_par.absent.mapped.region import Region
 from lightning_par.mesh.digest import digest
-from lightning_par.private.operators import schema_of
+from lightning_par.private.operators import written_arguments
 from lightning_par.private.pytree import tree_leaves
 
 _serials = count()
@@ -155,10 +155,9 @@ class Ref:
 def written_by(func: Any, args: Any, kwargs: Any, kind: type = Tensor) -> list[Any]:
     """The tensors among the arguments, or what stands for them, that ``func`` writes to."""
     found: list[Any] = []
-    for index, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, kind)]
+    for place, name in written_arguments(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        found += [x for x in tree_leaves(value) if isinstance(x, kind)]
     return found
 
 

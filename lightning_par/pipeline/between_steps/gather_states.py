@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.absent.elsewhere import Elsewhere, Origin
+from lightning_par.absent.elsewhere import Elsewhere
+from lightning_par.absent.origin import Origin
 from lightning_par.absent.unread import Unread
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import SMALL, Kind, Pickled, kind_of, kinds_at, send_to_all

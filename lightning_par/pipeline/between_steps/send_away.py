@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.absent.elsewhere import Elsewhere, Origin, sharding_of
+from lightning_par.absent.elsewhere import Elsewhere, sharding_of
+from lightning_par.absent.origin import Origin
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import kind_of, kinds_at, wanted_of
 from lightning_par.pipeline.plan.stage_ranges import Stages

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.absent.elsewhere import Elsewhere, ElsewhereError, Origin, is_elsewhere
+from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.absent.geometry import Geometry
+from lightning_par.absent.origin import ElsewhereError, Origin
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied, plain

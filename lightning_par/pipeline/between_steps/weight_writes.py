@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_par.absent.elsewhere import ElsewhereError, is_elsewhere
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.absent.origin import ElsewhereError
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import as_it_is
 from lightning_par.pipeline.between_steps.weight_reads import sent

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
-from lightning_par.private.operators import schema_of
+from lightning_par.private.operators import schema_of, written_arguments
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import user_line
 
@@ -88,7 +88,7 @@ def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
     arguments = list(enumerate(schema_of(func).arguments))
     if schema_of(func).name.endswith("_batch_norm") and any(a.name == "training" for _, a in arguments):
         return tuple((place, a.name) for place, a in arguments if a.name in _STATISTICS)  # which no schema says
-    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(written_arguments(func))
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_par.absent.elsewhere import ElsewhereError, is_elsewhere
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.absent.origin import ElsewhereError
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.state_dicts import model_state, optimizer_state, whole
 from lightning_par.mesh.axis import Axis

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_par.absent.elsewhere import Elsewhere, Origin
+from lightning_par.absent.elsewhere import Elsewhere
+from lightning_par.absent.origin import Origin
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import FakeTensorMode
