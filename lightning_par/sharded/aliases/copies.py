@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.storage import storage_of
 from lightning_par.sharded.aliases.frames import Axes, form_of, frames_of, innermost
-from lightning_par.sharded.aliases.memory import Copy, Memory
+from lightning_par.sharded.aliases.memory import Memory
+from lightning_par.sharded.aliases.view_copy import Copy
 
 
 def is_any() -> bool:
