@@ -22,6 +22,7 @@ from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
 from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
+from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.run.engine import Engine
@@ -33,13 +34,11 @@ from lightning_par.python_state.set_each import set_each
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.patches import SHARDED, STREAMS, Patches
 from lightning_par.sharded.tensor import leaf
-from lightning_par.strategies.entry_points import STEPS, fetches_itself
 from lightning_par.strategies.part import Part
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
 
 if TYPE_CHECKING:
-    from lightning_par.strategies.namespace import Namespace
     from lightning_par.strategies.parts import Wanted
 
 
@@ -264,49 +263,6 @@ def _trained_here(named: list[tuple[str, nn.Parameter]]) -> dict[str, nn.Paramet
     return dict(compress(named, map(gt, trained, elsewhere)))
 
 
-def check_run(trainer: Any, module: Any, namespace: Namespace, asker: str) -> None:
-    """Refuse what no pipeline can run, whatever its stages.
-
-    Raises:
-        ValueError: the message says what, and what to use in place of ``asker``.
-    """
-    if trainer.state.fn.value == "fit":
-        refuse_by_hand(module, asker)
-        _refuse_pruning(trainer.callbacks, namespace, asker)
-    for name in STEPS.values():
-        refuse_fetching(module, name, asker)
-
-
-def refuse_by_hand(module: Any, asker: str) -> None:
-    """Raises ValueError where ``module`` calls backward itself."""
-    if not getattr(module, "automatic_optimization", True):
-        raise ValueError(
-            f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} "
-            "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
-            "TensorParallelStrategy, or automatic optimization with one optimizer."
-        )
-
-
 def _warn(message: str, rank: int) -> None:
     if rank == 0:
         warnings.warn(message, stacklevel=2)
-
-
-def refuse_fetching(module: Any, step: str, asker: str) -> None:
-    """Raises ValueError where the method ``step`` of ``module`` fetches its batches itself."""
-    if fetches_itself(getattr(module, step, None)):
-        raise ValueError(
-            f"{step} takes `dataloader_iter`, of which it fetches its batches itself. Ranks that share the layers "
-            f"run a step several times on one batch, so {asker} must have the batch before. Write `{step}(self, "
-            "batch, batch_idx)`, or use TensorParallelStrategy."
-        )
-
-
-def _refuse_pruning(callbacks: Iterable[Any], namespace: Namespace, strategy: str) -> None:
-    kind = namespace.from_pytorch("callbacks", "ModelPruning")
-    if any(isinstance(callback, kind) for callback in callbacks):
-        raise ValueError(
-            "ModelPruning replaces weights by masked ones while it trains: parameters of other names, and masks that "
-            f"each rank makes of its weights. Which rank holds which of them is settled before {strategy} trains. Use "
-            "TensorParallelStrategy, or prune the trained model: torch.nn.utils.prune, after Trainer.fit."
-        )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par.pipeline.part import refuse_by_hand, refuse_fetching
+from lightning_par.pipeline.check_run import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.batch_sizes import count_tokens, first_samples
 from lightning_par.planner.build import build_module, build_with_values

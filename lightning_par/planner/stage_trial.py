@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_par.mesh.layout import Layout, lone_groups
+from lightning_par.pipeline.check_run import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.cut_search import CutSearch
-from lightning_par.pipeline.part import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.plan.row_stages import RowSpread
 from lightning_par.pipeline.plan.schedule import SCHEDULES, stages_per_rank
 from lightning_par.pipeline.plan.settings import Settings

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_par.python_state.cells.cell import Cell
+from lightning_par.python_state.cells.iterators import IteratorCell
 from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found
-from lightning_par.python_state.iterators import IteratorCell, Replay, copied_by
+from lightning_par.python_state.iterators import Replay, copied_by
 from lightning_par.python_state.tensor_writes import version_of
 from lightning_par.python_state.user_code import is_library
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.cells.cell import Cell
-from lightning_par.python_state.changes import ValueChange, as_it_is
+from lightning_par.python_state.changes import as_it_is
 
 Look = Callable[[], Callable[[], Mapping[str, Cell]]]  # at what there is now, whenever that is called
 Own = Callable[[Any], Any]  # of an item, what a run may change
@@ -234,69 +234,3 @@ def copied_by(known: Mapping[int, Any], value: Any) -> Any:
             return copy.deepcopy(value, dict(known))
     except Exception:  # any class may refuse to be copied, in any way
         return value
-
-
-class IteratorCell(Cell):
-    """An iterator; its `Replay` stands where it is held."""
-
-    def __init__(
-        self, name: str, owner: Any, fixed: str | None = None, look: Look | None = None, own: Own | None = None
-    ) -> None:
-        super().__init__(name, owner, fixed)
-        replay = owner if type(owner) is Replay else Replay(owner, name, look)
-        self.replay = replay if replay is owner else Replay.of.setdefault(id(owner), replay)
-        self.own = own or self.replay.own
-        self.holders: list[tuple[Cell, Any]] = []
-        self.renew(())
-
-    def renew(self, atoms: Collection[Any]) -> bool:
-        # A trial of a unit is within one of the step: how many that has asked for, and whether there is one.
-        self.start, self.within = self.replay.at, self.replay.running
-        self.taken: int | None = None  # once that is settled
-        return True
-
-    def lend_itself(self) -> None:
-        if not self.within:  # else the run around it has lent what it watches
-            self.replay.own = self.own
-        self.replay.at, self.replay.running = self.start, True
-        for cell, key in self.holders:
-            cell.lend(key, self.replay)
-
-    def moved(self) -> bool:
-        return self.change() is not None
-
-    def change(self) -> ValueChange | None:
-        taken = self.replay.at - self.start if self.taken is None else self.taken
-        return ValueChange(taken) if taken else None
-
-    def restore(self) -> None:
-        """To be called after its holders': where the iterator gave something already, the replay stays."""
-        self.replay.at, self.replay.running = self.start, self.within
-        if self.replay.given and not self.within:
-            self._hold(self.replay)
-
-    def settle(self) -> None:
-        """The run counts: what it has taken is gone, as far as the run around it counts."""
-        self.taken = self.replay.at - self.start
-        if not self.within:
-            self.replay.running = False
-            self.replay.commit(self.taken)
-            self._hold(self.replay if self.replay.given else self.replay.source)
-
-    def apply(self, change: ValueChange) -> None:
-        if self.within:
-            self.replay.at = self.start + change.value
-            self.replay.fill(self.replay.at)
-            return
-        self.replay.commit(change.value)
-        self._hold(self.replay if self.replay.given else self.replay.source)
-
-    def _hold(self, value: Any) -> None:
-        self.owner = value
-        if value is self.replay:
-            self.replay.holders = self.holders
-            for cell, key in self.holders:
-                cell.keep(key, value, [self.replay, self.replay.source])
-        else:
-            self.replay.holders = self.holders
-            self.replay.leave()

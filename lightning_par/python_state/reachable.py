@@ -19,13 +19,13 @@ from lightning_par.private import lightning_modules, metrics
 from lightning_par.private.module_hooks import HOOKS, hooks_on_all
 from lightning_par.private.modules import MODULES, PARAMETERS, buffers_of, parameters_of
 from lightning_par.python_state.cells.cell import Cell
+from lightning_par.python_state.cells.iterators import IteratorCell
 from lightning_par.python_state.cells.mappings import BodyCell, BuffersCell, MappingCell, is_dunder
 from lightning_par.python_state.cells.names import AttributesCell, NamesCell
 from lightning_par.python_state.cells.sequences import SetCell, TupleCell
 from lightning_par.python_state.code_names import names_of
 from lightning_par.python_state.contents import MethodCacheCell
 from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found, HeldTensor
-from lightning_par.python_state.iterators import IteratorCell
 from lightning_par.python_state.method_caches import caches_of
 from lightning_par.python_state.object_kinds import look_into
 from lightning_par.python_state.user_code import is_library, is_users_code

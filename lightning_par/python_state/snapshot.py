@@ -13,11 +13,11 @@ from torch import nn
 from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.modes import no_modes
 from lightning_par.python_state.cells.cell import Cell
+from lightning_par.python_state.cells.iterators import IteratorCell
 from lightning_par.python_state.cells.sequences import TupleCell
 from lightning_par.python_state.changes import Change, MappingChange, as_it_is
 from lightning_par.python_state.contents import LockedCell
 from lightning_par.python_state.found import ATOMS
-from lightning_par.python_state.iterators import IteratorCell
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
 from lightning_par.python_state.still import Still

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
 from lightning_par.pipeline.trial.samples import by_sample
-from lightning_par.planner import search
+from lightning_par.planner import pipelines
 from tests.helpers.slow import slow
 
 PIPE = {"pipeline_parallel_size": 2, "microbatches": 4}
@@ -149,7 +149,7 @@ def test_each_schedule_is_asked_of_the_trial() -> None:
 
 
 def test_of_a_large_step_what_the_best_is_refused_for_holds_for_more_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MOST_TRIED", 0)
+    monkeypatch.setattr(pipelines, "MOST_TRIED", 0)
     found = plan(Tied, BATCH, "2xH100", devices=2)
     assert all(one.candidate.layout.pipeline == 1 for one in found.layouts)
     (reason,) = (one.reason for one in found.ruled_out if one.layout == "pipeline in 2 stages and more")

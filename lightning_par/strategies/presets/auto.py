@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.mesh.layout import AxisName, Layout, make_groups
-from lightning_par.pipeline.part import check_run
+from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.plan.settings import Settings
 from lightning_par.private.trainer import checkpoint_of_run
 from lightning_par.sharded.random_streams import Draws
