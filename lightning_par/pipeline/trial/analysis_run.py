@@ -18,10 +18,11 @@ from lightning_par.pipeline.effects.unit_effects import Sight
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.trial.analysis import Analysis, Layouts
+from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import standing_in
+from lightning_par.pipeline.trial.step_notes import Layouts
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
 from lightning_par.pipeline.trial.untraced import untraced
