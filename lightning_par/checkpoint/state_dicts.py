@@ -24,25 +24,21 @@ def model_state(state: Mapping[str, Any], inventory: Inventory) -> dict[str, Any
     return _like(state, {name: taken.get(name, x) for name, x in state.items()})
 
 
-def optimizer_state(optimizer: Optimizer, state: dict[str, Any], inventory: Inventory) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with the state of every parameter. All ranks must call it.
+def optimizer_state(value: Any, inventory: Inventory) -> Any:
+    """``optimizer.state_dict()`` with the state of every parameter, in each state dict in it: an optimizer may wrap
+    others. All ranks must call it.
 
     Ids ascend where other ranks hold some of the parameters, as where one device's first step made the state.
     """
-    return _with_states(state, inventory)  # type: ignore[no-any-return]
-
-
-def _with_states(value: Any, inventory: Inventory) -> Any:
-    """``value`` with the state of every parameter in each state dict in it: an optimizer may wrap others."""
     if type(value) in (list, tuple):
-        return type(value)(_with_states(x, inventory) for x in value)
+        return type(value)(optimizer_state(x, inventory) for x in value)
     if not isinstance(value, dict):
         return value
     is_one = isinstance(value.get("state"), dict) and "param_groups" in value
     new = copy.copy(value)
     for key, x in value.items():
         if not is_one or key not in ("state", "param_groups"):
-            new[key] = _with_states(x, inventory)
+            new[key] = optimizer_state(x, inventory)
     if is_one:
         new["state"] = _of_parameters(value["state"], inventory)
     return new

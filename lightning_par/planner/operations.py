@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from lightning_par.planner.notes import Kept, MemoryKey
 from lightning_par.private.storage import memory_of
-from lightning_par.sharded.functions import CONVOLUTIONS, DRAWS, MATRIX_PRODUCTS, name_of
+from lightning_par.sharded.functions import CONVOLUTIONS, DRAWS, MATRIX_PRODUCTS
 from lightning_par.trial.recording import Event
 
 Kind = Literal["product", "attention", "entrywise", "view"]
@@ -196,11 +196,6 @@ def split_of(event: Event, product: Product, dims: dict[int, int]) -> SplitDim |
             return "n"
         return "batch" if product.batch > 1 and at < out.ndim - 2 else "m"
     return "k" if id(first) in dims or id(second) in dims else None
-
-
-def is_random(func: Any) -> bool:
-    """Whether a function draws."""
-    return name_of(func) in DRAWS
 
 
 def attention_keeps(event: Event) -> list[Tensor]:

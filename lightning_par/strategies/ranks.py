@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.hang_report.settings import Asked
-from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.mesh.network import Joined, meet
 from lightning_par.mesh.rendezvous import Address, uses_agent_store
@@ -116,10 +115,6 @@ class RanksMixin(DeviceCountsMixin, HangWatchMixin):
         if self._groups is None:
             raise RuntimeError("The mesh axes are known once the Trainer has started its processes.")
         return self._groups
-
-    @property
-    def _stages(self) -> Axis | None:
-        return None if self._groups is None else self._groups.pipeline
 
     @property
     def stores_parts(self) -> bool:

@@ -90,7 +90,7 @@ class SavingMixin(ResumingMixin):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device writes it."""
         own = super().optimizer_state(optimizer)
-        return self._gathered(own, lambda inventory: optimizer_state(optimizer, own, inventory))
+        return self._gathered(own, lambda inventory: optimizer_state(own, inventory))
 
     def _gathered(self, own: dict[str, Any], take: Callable[[Inventory], dict[str, Any]]) -> dict[str, Any]:
         """The state on the first rank: with its values at once, or as they are read if it is about to be saved."""

@@ -139,41 +139,56 @@ class Search(Backtracking):
     def _open(
         self, position: int, event: Event, parameter: int, options: list[int | None], chosen: int, sharded: bool
     ) -> None:
+        """Split ``parameter`` along the first of ``options`` that will do, from ``chosen`` on; None leaves it whole.
+
+        Raises:
+            NeedsGather: none does, and the event is in an island.
+        """
         for dim in options[chosen:]:
-            mark, depth = len(self.book.constraints), len(self.undo)
-            if dim is None:
-                if not sharded and self._gather_at_first_stop(position):
-                    return self._open(position, event, parameter, options, 0, sharded)
-                if not sharded:
-                    if self.styles.get(parameter) == "replicate":
-                        self.whole[parameter] = "as the plan says"
-                    elif event.name == "embedding":
-                        self.whole[parameter] = "a small or constant look-up"
-                    elif position in self.reasons:
-                        self.whole[parameter] = self.reasons[position]
-                    self._note_reshape(position, event)
+            if dim is not None:
+                if self._split(position, event, parameter, dim, sharded):
                     return
+            elif sharded:
                 self._store(position, event, self._replay(position, event, None))
                 return
-            fake = self.parameters[parameter]
-            found = Found(dim, self.book.fresh(fake.shape[dim]), position, "")
-            self.found[parameter] = found
-            try:
-                result = self._replay(position, event, parameter)
-            except NeedsGather:
-                result = NotImplemented
-            found.style = "colwise" if isinstance(result, ShardedTensor) else "rowwise"
-            if result is not NotImplemented and self._welcome(event, parameter, found.style, sharded):
-                self.undo.append((position, ("found", parameter)))
-                self._store(position, event, result)
+            elif self._gather_at_first_stop(position):
+                self._open(position, event, parameter, options, 0, sharded)
                 return
-            del self.found[parameter]
-            del self.book.constraints[mark:]
-            while len(self.undo) > depth:  # the bias went with it
-                del self.found[self.undo.pop()[1][1]]
+            else:
+                self._leave_whole(position, event, parameter)
+                return
         if sharded:
             raise NeedsGather(event.func)
         self.whole.setdefault(parameter, f"no dim of it can be split in `{event.name}` at {event.place}")
+
+    def _split(self, position: int, event: Event, parameter: int, dim: int, sharded: bool) -> bool:
+        """Whether ``parameter`` is split along ``dim``: the event runs by its rule, and the split is one to take."""
+        mark, depth = len(self.book.constraints), len(self.undo)
+        found = Found(dim, self.book.fresh(self.parameters[parameter].shape[dim]), position, "")
+        self.found[parameter] = found
+        try:
+            result = self._replay(position, event, parameter)
+        except NeedsGather:
+            result = NotImplemented
+        found.style = "colwise" if isinstance(result, ShardedTensor) else "rowwise"
+        if result is not NotImplemented and self._welcome(event, parameter, found.style, sharded):
+            self.undo.append((position, ("found", parameter)))
+            self._store(position, event, result)
+            return True
+        del self.found[parameter]
+        del self.book.constraints[mark:]
+        while len(self.undo) > depth:  # the bias went with it
+            del self.found[self.undo.pop()[1][1]]
+        return False
+
+    def _leave_whole(self, position: int, event: Event, parameter: int) -> None:
+        if self.styles.get(parameter) == "replicate":
+            self.whole[parameter] = "as the plan says"
+        elif event.name == "embedding":
+            self.whole[parameter] = "a small or constant look-up"
+        elif position in self.reasons:
+            self.whole[parameter] = self.reasons[position]
+        self._note_reshape(position, event)
 
     def _welcome(self, event: Event, parameter: int, style: str, sharded: bool) -> bool:
         """Whether a legal split is one to take: the user's style, an opening, or the end of an open island."""

@@ -103,7 +103,7 @@ class Programs:
             if first:  # on all ranks: what a layer does may go by buffers that one of them holds
                 self.hooks.meeting("met a kind of batch for the first time", "Give all ranks the same batches.")
                 first, tried = False, replace(step, lent=lacking_buffers(self.module, self.hooks.axis))
-            wanted = self._study(tried, wanted, signature, known)
+            wanted = self._study(tried, wanted, signature)
             signature = self._signature(step, wanted)
 
     def _warn_once(self, name: str, reason: str) -> None:
@@ -136,8 +136,8 @@ class Programs:
         coupled, together = len(parts) > 1, joined_calls(updates)
         return Prepared(parts, began, generators.global_state(), coupled=coupled, updates=together)
 
-    def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
-        """Add a program to ``known``; returns the count of microbatches that it is for."""
+    def _study(self, step: Step, microbatches: int, signature: Any) -> int:
+        """Add a program to those that were made; returns the count of microbatches that it is for."""
         shapes = signature[:-1]
         if signature in self.refused or shapes in self.refused:
             return 1

@@ -219,7 +219,7 @@ def _written(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups)
     inventory = Inventory(groups)
     weights = whole(model_state(model.state_dict(), inventory), inventory)
     inventory = Inventory(groups)
-    return weights, whole(optimizer_state(optimizer, optimizer.state_dict(), inventory), inventory)
+    return weights, whole(optimizer_state(optimizer.state_dict(), inventory), inventory)
 
 
 def _spread() -> list[dict[str, Any] | None]:
