@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_par.pipeline.effects.unit_reach import users_within
+from lightning_par.pipeline.effects.unit_reach import is_within, users_within
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.patches.module_attributes import hearing_assignments
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 class UnitState:
     """What units hold before a trial run of a step, and between its calls of them.
+
+    It looks at all of that, tensors included, and hears each assignment, for which no step has time: a dry run looks at
+    plain values and at the versions of dicts (`lightning_par.pipeline.trial.code_attributes.Attributes`).
 
     Args:
         module: that the trial runs.
@@ -32,7 +35,7 @@ class UnitState:
         self._units = {path: inner for path, inner in found.items() if inner}
         before = Snapshot([], packages)
         own = before.add_units([pair for inner in self._units.values() for pair in inner])
-        self._before = {path: [before.cells[name] for name in own if _is_in(path, name)] for path in self._units}
+        self._before = {path: [before.cells[name] for name in own if is_within(name, [path])] for path in self._units}
         self._last = self._before.copy()  # what each holds since its last call
         self._moved: dict[str, list[Cell]] = {}  # what code outside of a unit changed
         self._assigned: set[str] = set()  # the units on whose modules it assigned anything, as `None` where that was
@@ -56,7 +59,7 @@ class UnitState:
         yield
         if path in keeping and path in self._units:
             now = Snapshot([], self._packages, code=False, hooks=False)
-            self._last[path] = [now.cells[name] for name in now.add_units(self._units[path]) if _is_in(path, name)]
+            self._last[path] = [now.cells[name] for name in now.add_units(self._units[path]) if is_within(name, [path])]
 
     def _compare(self, path: str) -> None:
         """Note where the unit holds something else than before."""
@@ -92,8 +95,3 @@ class UnitState:
         named = [(name or "self", m) for name, m in self._module.named_modules() if id(m) not in inner]
         held = Snapshot(named, self._packages, dict.fromkeys(inner, path), code=False).names
         return any(id(cell.owner) not in held or id(cell.owner) in inner for cell in cells)
-
-
-def _is_in(path: str, name: str) -> bool:
-    """Whether the object of this name is held by the unit, or is it."""
-    return name == path or name.startswith((f"{path}.", f"{path}["))

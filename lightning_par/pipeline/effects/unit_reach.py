@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -25,6 +25,11 @@ def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[t
         for name, m in unit.named_modules(prefix=path)
         if is_users_code(type(m).__module__, packages) or hooks_on(m) or has_states(m)
     ]
+
+
+def is_within(name: str, units: Iterable[str]) -> bool:
+    """Whether the object called ``name`` is one of ``units``, or held by one."""
+    return any(name == unit or name.startswith((f"{unit}.", f"{unit}[")) for unit in units)
 
 
 _SAYING = frozenset("log log_dict print logger loggers log_metrics experiment".split())

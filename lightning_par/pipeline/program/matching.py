@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_par.pipeline.effects.unit_reach import is_within
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.batch_values import Memo
@@ -118,9 +119,9 @@ class Matching:
         Raises:
             ChangedError: the program's step did not; each run would set it once more, or leave it set.
         """
-        left = {name for name in self.attributes.left() if not _is_within(name, program.outer)}
+        left = {name for name in self.attributes.left() if not is_within(name, program.outer)}
         touched = self.attributes.touched()
-        left |= {name for name in touched if not _is_within(name, program.outer | program.keeping)}
+        left |= {name for name in touched if not is_within(name, program.outer | program.keeping)}
         _, known = self._left_within.setdefault(id(program), (program, frozenset(left)))
         if program not in (self.fresh, self.foreseen) and not left <= known:
             raise ChangedError(f"{min(left - known)}, of which the step sets something now")
@@ -177,8 +178,3 @@ class Matching:
         if found != known:
             place = next(p for p in (*found, *known) if p not in found or p not in known or found[p] != known[p])
             raise ChangedError(f"{place}, which the step sets")
-
-
-def _is_within(name: str, units: Collection[str]) -> bool:
-    """Whether what is called ``name`` is in one of ``units``."""
-    return any(name == unit or name.startswith((f"{unit}.", f"{unit}[")) for unit in units)
