@@ -44,12 +44,12 @@ from lightning_par.strategies.parts import Parts, make_parts
 from lightning_par.strategies.preempting import PreemptingMixin
 from lightning_par.strategies.saving import SavingMixin
 from lightning_par.strategies.steps import StepsMixin
+from lightning_par.strategies.sync_batch_norm import sync_batch_norm
 from lightning_par.strategies.turns import Turns
 from lightning_par.tensor.kept_tensors import make_held_whole
 from lightning_par.trial.first_step import FirstStep
 
 _LARGE = 4 << 20  # bytes of a block that is worth the system's work for it each time
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
@@ -62,6 +62,43 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        fitting = trainer.state.fn.value == "fit"
+        self._begin_run(trainer)
+        self.accelerator.setup(trainer)
+        refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
+        write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
+        count_samples_once(trainer.callbacks, self.groups.replica, self.namespace)
+        equalize(self.model, self.groups.world, self.root_device)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
+            synced = sync_batch_norm(self.model, layer_sync(self), self.groups.data, self.root_device, self.namespace)
+            if synced is not None:
+                self.model, self._synced_batch_norm = synced, True
+            if self.groups.replica.size > 1:
+                summarize_whole(trainer.callbacks, trainer, self.lightning_module, self.namespace)
+        self._shard_model(trainer)
+        self._materialise(self.model)
+        self._close_gradients()
+        if fitting:
+            self._make_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            move_optimizers(self.namespace, self.optimizers, self.root_device)
+        self._share_metrics()
+        if self.groups.data.size == 1:
+            patches.SYNC_ADVICE.hold(self)
+        patches.experiments(self.namespace).hold(self)
+
+    def _begin_run(self, trainer: Any) -> None:
+        """The run has a state and parts of its own, and what these need of torch; the module is whole.
+
+        Raises:
+            ValueError: a part refuses the module, or a setting.
+            RuntimeError: an earlier run has left the module in parts, and there is no room for the whole.
+        """
+        assert self.lightning_module is not None
         self._state.end()  # of a run that was not torn down
         self._state = RunState()
         self._state.begin()
@@ -75,39 +112,19 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         for part in self.parts:
             part.check(trainer, self.lightning_module)
         self._make_left_parts_whole(self.lightning_module, trainer.callbacks)
-        fitting = trainer.state.fn.value == "fit"
         self._run, self._met_after_exception, self._evaluated = number_of(self.groups.world, "run"), False, 0
         self._state.whereabouts.run = self._run
         self._starting = True
         patches.WORKER_SIGNALS.hold(self)
-        self.accelerator.setup(trainer)
-        refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
-        write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
-        count_samples_once(trainer.callbacks, self.groups.replica, self.namespace)
-        equalize(self.model, self.groups.world, self.root_device)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        if fitting:
-            self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
-            self._sync_batch_norm()
-            if self.groups.replica.size > 1:
-                summarize_whole(trainer.callbacks, trainer, self.lightning_module, self.namespace)
-        self._shard_model(trainer)
-        self._materialise(self.model)
-        self._close_gradients()
-        if fitting:
-            self._gradients = self._make_gradient_sync(self.model)
-            self._watch_data()
-            self._turns = Turns(trainer, Meeting(self.groups.world, self.timeout, "turns", "training runs"))
-            self.setup_optimizers(trainer)
-            self._adopt_optimizers()
-        self.setup_precision_plugin()
-        if fitting:
-            move_optimizers(self.namespace, self.optimizers, self.root_device)
-        self._share_metrics()
-        if self.groups.data.size == 1:
-            patches.SYNC_ADVICE.hold(self)
-        patches.experiments(self.namespace).hold(self)
+
+    def _make_optimizers(self, trainer: Any) -> None:
+        """Of the laid-out module, whose gradients are summed over ranks from now on."""
+        assert self.model is not None
+        self._gradients = self._make_gradient_sync(self.model)
+        self._watch_data()
+        self._turns = Turns(trainer, Meeting(self.groups.world, self.timeout, "turns", "training runs"))
+        self.setup_optimizers(trainer)
+        self._adopt_optimizers()
 
     def _make_left_parts_whole(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         """Called before a run, on all ranks: an earlier one may have left parts, on purpose or by an exception.
@@ -205,22 +222,6 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
-
-    def _sync_batch_norm(self) -> None:
-        assert self.model is not None
-        layers = [name for name, m in self.model.named_modules() if isinstance(m, _BATCH_NORMS)]
-        if layer_sync(self) is None or not layers or self.groups.data.size == 1:
-            return
-        if not isinstance(layer_sync(self), self.namespace.from_pytorch("plugins", "TorchSyncBatchNorm")):
-            self.model = layer_sync(self).apply(self.model)
-        elif self.root_device.type == "cpu":
-            raise ValueError(
-                f"sync_batchnorm=True: torch's SyncBatchNorm does not run on CPU, and {layers[0]!r} is a BatchNorm. "
-                "Write Trainer(sync_batchnorm=False), or train on GPUs."
-            )
-        else:
-            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self.groups.data.group)
-        self._synced_batch_norm = True
 
     def _share_metrics(self) -> None:
         if self.lightning_module is not None:

@@ -49,7 +49,11 @@ class Engine:
         order: in which the ranks run stages.
         programs: of its steps.
         finish_gradients: sums the gradients of parameters that live on several ranks.
+        trace: takes what this rank runs in a step, and when, if it is given.
         agree: asked before a step, on all ranks, whether its number of microbatches will do.
+        context: of the precision, around each step.
+        verify: whether the gradients of a program's first step are compared with what one device would have.
+        coupled: whether a training step's microbatches are batches of their own.
     """
 
     module: nn.Module
@@ -60,9 +64,9 @@ class Engine:
     finish_gradients: Callable[[dict[Tensor, Tensor | None]], dict[Tensor, Tensor | None]]
     trace: list[Span] | None = None
     agree: Callable[[int], None] | None = None
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the precision
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
     verify: bool = True
-    coupled: bool = False  # whether a training step's microbatches are batches of their own
+    coupled: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         return self  # of the run, which is not copied with a trainer
