@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dis
+import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_par.trial.memo import Memo
 
@@ -60,3 +62,14 @@ def _all(code: types.CodeType) -> Iterator[types.CodeType]:
     for x in code.co_consts:
         if isinstance(x, types.CodeType):
             yield from _all(x)
+
+
+def functions_in(value: Any) -> list[Any]:
+    """The functions of a method, property or the like in a class body."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [x for x in (value.fget, value.fset, value.fdel) if x is not None]
+    if isinstance(value, (functools.cached_property, functools.partialmethod)):
+        return [value.func]
+    return [value] if isinstance(value, types.FunctionType) else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import operator
 import sys
 import types
@@ -23,12 +22,12 @@ from lightning_par.python_state.cells.iterators import IteratorCell
 from lightning_par.python_state.cells.mappings import BodyCell, BuffersCell, MappingCell, is_dunder
 from lightning_par.python_state.cells.names import AttributesCell, NamesCell
 from lightning_par.python_state.cells.sequences import SetCell, TupleCell
-from lightning_par.python_state.code_names import names_of
+from lightning_par.python_state.code_names import functions_in, names_of
 from lightning_par.python_state.contents import MethodCacheCell
 from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found, HeldTensor
 from lightning_par.python_state.method_caches import caches_of
 from lightning_par.python_state.object_kinds import look_into
-from lightning_par.python_state.user_code import is_library, is_users_code
+from lightning_par.python_state.user_code import is_called_by_libraries, is_users_code
 
 SMALL = 1 << 16  # elements of a tensor that is copied without a thought
 _ITEMS = 64  # of one container whose tensors get a spare
@@ -239,8 +238,8 @@ class Reach:
             name = self.name(base.__qualname__, base)
             cell = self.cells[name] = BodyCell(name, base)
             for key, value in vars(base).items():
-                functions = _functions_in(value)
-                called = is_dunder(key) or _is_called_by_libraries(base, key)
+                functions = functions_in(value)
+                called = is_dunder(key) or is_called_by_libraries(base, key)
                 for function in functions:
                     self._method(Found(cell.place(key), function), key, called)
                 if not functions and not is_dunder(key):
@@ -295,24 +294,3 @@ class Reach:
 def _lends(cell: Cell) -> bool:
     """Whether something else can be put where the cell holds a tensor."""
     return not isinstance(cell, TupleCell) or bool(cell.holders) and all(_lends(holder) for holder, _ in cell.holders)
-
-
-def _functions_in(value: Any) -> list[Any]:
-    """The functions of a method, property or the like in a class body."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [x for x in (value.fget, value.fset, value.fdel) if x is not None]
-    if isinstance(value, (functools.cached_property, functools.partialmethod)):
-        return [value.func]
-    return [value] if isinstance(value, types.FunctionType) else []
-
-
-def _is_called_by_libraries(kind: type, name: str) -> bool:
-    """Whether a method takes the place of one that a library knows, other than those that Lightning calls by hand."""
-    return any(
-        is_library(base.__module__)
-        and not base.__module__.startswith(("lightning", "pytorch_lightning", "torch.nn.modules.module", "builtins"))
-        and name in vars(base)
-        for base in kind.__mro__
-    )

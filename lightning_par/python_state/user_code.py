@@ -152,3 +152,13 @@ def _way(error: BaseException) -> Iterator[tuple[types.FrameType, int]]:
     while traceback is not None:
         yield traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
+
+
+def is_called_by_libraries(kind: type, name: str) -> bool:
+    """Whether a method takes the place of one that a library knows, other than those that Lightning calls by hand."""
+    return any(
+        is_library(base.__module__)
+        and not base.__module__.startswith(("lightning", "pytorch_lightning", "torch.nn.modules.module", "builtins"))
+        and name in vars(base)
+        for base in kind.__mro__
+    )
