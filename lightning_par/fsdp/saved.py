@@ -66,6 +66,11 @@ Packed = Later | Held | Viewed | Counted
 
 
 def unpacked(saved: Packed | Again | Tensor) -> Tensor:
+    """What backward is given for ``saved``.
+
+    Raises:
+        RuntimeError: it was written to in place since.
+    """
     if isinstance(saved, Tensor):
         return saved
     if type(saved) is not tuple:
@@ -81,6 +86,7 @@ def unpacked(saved: Packed | Again | Tensor) -> Tensor:
 
 
 def weight_written(weight: Stored) -> RuntimeError:
+    """The error of a backward that needs a weight as it was."""
     return RuntimeError(
         f"The weight {weight._name or ''!r} was written to in place (modified by an inplace operation) between the "
         "step and its backward, which needs it as it was. Call backward before the write, or the step anew after it."

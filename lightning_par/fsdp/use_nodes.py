@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 
 class Parts(torch.autograd.Function):
+    """Of this rank's parts of a block's weights, what stands for them; backward it gives their summed gradients."""
+
     @staticmethod
     def forward(ctx: Any, use: Use, *parts: Tensor) -> Tensor:
         ctx.use = use
@@ -28,6 +30,8 @@ class Parts(torch.autograd.Function):
 
 
 class Whole(torch.autograd.Function):
+    """A block's whole weights for one call; backward their gradients are summed over the ranks."""
+
     gathers_a_weight = True
 
     @staticmethod

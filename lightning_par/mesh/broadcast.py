@@ -76,5 +76,6 @@ def kinds_at(wanted: dict[Any, int], mine: dict[Any, Tensor], axis: Axis, purpos
 
 
 def device_of_messages(axis: Axis) -> torch.device:
+    """Where a tensor must be to be sent along ``axis``: on this rank's GPU under NCCL, else on the CPU."""
     nccl = axis.group is not None and "nccl" in dist.get_backend(axis.group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

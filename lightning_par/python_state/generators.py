@@ -98,6 +98,7 @@ def same_global_state(before: tuple[Any, ...]) -> bool:
 
 
 def set_global_state(state: tuple[Any, ...]) -> None:
+    """Put every global generator where `global_state` found it."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])

@@ -30,6 +30,7 @@ def input_rows(plan: SequencePlan) -> list[tuple[str, str, str]]:
 
 
 def footer(plan: SequencePlan, asked: Any) -> list[str]:
+    """The lines below the table: how attention runs, in which order tokens lie, which functions gather."""
     lines = [_attention_line(use, asked, plan.ranks) for use in plan.attention]
     if plan.zigzag:
         lines.append("Tokens lie in zigzag order, so that all ranks have equally many pairs under a causal mask.")

@@ -160,6 +160,7 @@ def _lies_along(axis: Axis, part: Axis) -> bool:
 
 
 def ranks(axes: Axes) -> int:
+    """How many ranks there are along ``axes`` together."""
     return prod(axis.size for axis in axes)
 
 

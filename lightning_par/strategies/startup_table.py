@@ -127,6 +127,7 @@ def _times(kind: str, count: int) -> str:
 
 
 def plan_footer(plan: TensorPlan, module: nn.Module) -> list[str]:
+    """The lines below the table: bytes of weights, functions that gather, what the plan says of itself."""
     size = max((p.element_size() for p in module.parameters()), default=4)
     total = sum(prod(s.shape) for s in plan.splits) + sum(prod(shape) for _, shape, _ in plan.whole)
     held = [plan.numel(rank) for rank in range(plan.ranks)]

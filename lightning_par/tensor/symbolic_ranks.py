@@ -126,4 +126,5 @@ class PlanAxis(Axis):
 
 
 def count_units(units: Array, labels: Sequence[int] | Array) -> int:
+    """Into how many units ``labels`` fall: as many ranks at most may share them out."""
     return len(np.unique(units[np.asarray(labels)]))

@@ -69,6 +69,7 @@ def without(span: Interval, taken: Sequence[Interval], start: int = 0) -> Iterat
 
 
 def total(spans: Iterable[Interval]) -> int:
+    """How long ``spans`` are together."""
     return sum(end - begin for begin, end in spans)
 
 

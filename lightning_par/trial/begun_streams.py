@@ -137,11 +137,13 @@ Replaced = list[tuple[Any, Begun]]
 
 
 def begin(iterable: Any, count: int) -> list[Any]:
+    """The first ``count`` items of ``iterable``; generators stand where they stood."""
     with generators.kept([iterable]):
         return list(itertools.islice(iter(iterable), count))
 
 
 def same(a: Any, b: Any) -> bool:
+    """Whether ``a`` and ``b`` hold the same, as far as they can be pickled."""
     try:
         return a is b or _content(a) == _content(b)
     except Exception:

@@ -25,6 +25,7 @@ UNRUN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedO
 
 
 def is_sharded(x: Any) -> bool:
+    """Whether ``x`` is a sharded tensor."""
     return isinstance(x, ShardedTensor)
 
 

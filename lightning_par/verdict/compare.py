@@ -130,6 +130,7 @@ def _norm(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def by_index(values: list[Tensor]) -> dict[str, Tensor]:
+    """Values by their place in the list."""
     return {str(i): value for i, value in enumerate(values)}
 
 

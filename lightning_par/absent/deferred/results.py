@@ -20,6 +20,7 @@ _COPIED = 1 << 20  # bytes: real tensors up to this size are copied, since their
 
 
 def deferred_in(value: Any) -> list[Deferred]:
+    """The deferred tensors in ``value``."""
     return [x for x in tree_leaves(value) if isinstance(x, Deferred)]
 
 

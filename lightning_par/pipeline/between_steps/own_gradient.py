@@ -13,6 +13,7 @@ from lightning_par.sharded.tensor import ShardedTensor
 
 
 def held_here(parameter: Any) -> Tensor | None:
+    """The gradient that this rank has of ``parameter``, its part of one that is sharded; no other rank is asked."""
     if isinstance(parameter, ShardedTensor):
         return parameter.own_grad()
     with DisableTorchFunctionSubclass():  # an optimizer asks for each of them in every step
@@ -21,6 +22,7 @@ def held_here(parameter: Any) -> Tensor | None:
 
 
 def hold(parameter: Tensor, value: Tensor | None) -> None:
+    """Let ``value`` be the gradient that this rank has of ``parameter``; no other rank is told."""
     if isinstance(parameter, ShardedTensor):
         parameter.set_own_grad(value)
     else:

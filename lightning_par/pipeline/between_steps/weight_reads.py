@@ -152,6 +152,7 @@ def _standing(owner: JointGradients, x: Tensor, of: str) -> Elsewhere:
 
 
 def without_graph(x: Tensor) -> Tensor:
+    """``x``, which all ranks have: a backward that comes to it raises."""
     return unlinked(x, "is made of a pipeline's weights between two steps")
 
 

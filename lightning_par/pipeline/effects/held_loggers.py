@@ -64,6 +64,7 @@ def _within_layer() -> bool:
 
 
 def refuse_held() -> None:
+    """Raises NotImplementedError: a layer or a hook calls a logger that it holds itself."""
     raise NotImplementedError(
         f"{user_line()}: a layer or a hook calls a logger, or an experiment of one, that it holds itself, which in "
         "a pipeline its rank alone would do. Write `self.logger`, the LightningModule's, or `trainer.logger` there, "

@@ -35,6 +35,7 @@ ByPlace = Mapping[str, Mapping[str, Any]]
 
 
 def flat(made: ByPlace) -> dict[str, Any]:
+    """What is ``made``, by place alone."""
     return {place: x for of in made.values() for place, x in of.items()}
 
 

@@ -119,6 +119,7 @@ class StepEvent:
 
 
 def is_metric_call(event: StepEvent) -> bool:
+    """Whether an event is the call of a metric."""
     return isinstance(event.func, tuple)
 
 

@@ -39,6 +39,7 @@ def averaged(parts: list[Any], shares: list[float]) -> Any:
 
 
 def joined(parts: list[Any]) -> Any:
+    """A tensor of the whole batch, of what each microbatch has of it: samples in their order, or a sum of shares."""
     if all(x is parts[0] for x in parts):
         return parts[0]  # of the batch alone
     if isinstance(parts[0], ShardedTensor):

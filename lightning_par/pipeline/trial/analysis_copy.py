@@ -31,6 +31,7 @@ from lightning_par.trial.step import Step
 
 
 def cloned(x: Tensor) -> Tensor:
+    """A copy without a graph that asks for gradients as ``x`` does."""
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
@@ -97,6 +98,14 @@ def trace_calls(copy: nn.Module, run: CallTree) -> None:
 
 
 def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ...]], traced: bool) -> None:
+    """Let ``run`` hear of the calls of units and metrics, and of all modules where calls are ``traced``.
+
+    Args:
+        copy: of the LightningModule.
+        run: of its step.
+        homes: the units, by FQN.
+        traced: whether calls of other modules are noted, too.
+    """
     for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
         _listen_to_metric(metric)
     for path, module in copy.named_modules():

@@ -105,4 +105,5 @@ class Cell:
 
 
 def is_among(value: Any, values: Sequence[Any]) -> bool:
+    """Whether ``value`` is one of ``values`` itself, and not only equal to one."""
     return any(value is x for x in values)

@@ -162,4 +162,5 @@ class BodyCell(MappingCell):
 
 
 def is_dunder(name: Any) -> bool:
+    """Whether ``name`` is one of Python's own, as ``__init__``."""
     return isinstance(name, str) and name.startswith("__") and name.endswith("__")

@@ -67,6 +67,7 @@ def note(
 
 
 def same(x: Any) -> Any:
+    """``x``; by `functools.partial` a source that is held."""
     return x
 
 

@@ -19,6 +19,7 @@ def innermost(x: Any) -> Any:
 
 
 def frames_of(x: Any) -> tuple[Any, ...]:
+    """What shards ``x``, the outer axis first; none of a plain tensor."""
     frames = []
     while hasattr(x, "positions"):
         frames.append((type(x), x.sharded_dim, x.positions, x.axis))
@@ -27,6 +28,7 @@ def frames_of(x: Any) -> tuple[Any, ...]:
 
 
 def framed(plain: Tensor, frames: Sequence[Any]) -> Any:
+    """The sharded tensor that `frames_of` told of, on ``plain``."""
     x: Any = plain
     for kind, *how in reversed(frames):
         x = kind(x, *how)
@@ -34,6 +36,7 @@ def framed(plain: Tensor, frames: Sequence[Any]) -> Any:
 
 
 def axes_of(x: Any) -> Axes:
+    """The axes over which ``x`` is sharded, the outer one first."""
     return (x.axis, *axes_of(x.local)) if hasattr(x, "positions") else ()
 
 
@@ -47,4 +50,5 @@ def gathered(x: Any) -> Any:
 
 
 def form_of(x: Tensor) -> tuple[Any, ...]:
+    """How the plain ``x`` lies in its memory."""
     return x.dtype, x.storage_offset(), x.size(), x.stride()

@@ -240,6 +240,7 @@ def gathered(x: ShardedTensor) -> Tensor:
 
 
 def view(local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
+    """The sharded tensor of ``local``; ``dim`` may count from the end."""
     return ShardedTensor(local, dim % local.ndim, positions, axis)
 
 

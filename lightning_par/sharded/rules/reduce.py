@@ -190,6 +190,7 @@ def kernel_dtype(x: Tensor, run: Callable[[Tensor], Tensor]) -> torch.dtype:
 
 
 def every_rank_has_some(x: ShardedTensor) -> bool:
+    """Whether no rank has an empty part of ``x``."""
     return all(x._positions.count(rank) for rank in range(x._axis.size))
 
 

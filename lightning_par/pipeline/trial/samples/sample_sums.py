@@ -69,6 +69,7 @@ def tag_result(tags: dict[int, str], func: Any, args: Any, kwargs: Any, result: 
 
 
 def tag_of(tags: dict[int, Any], x: Tensor) -> str | None:
+    """What ``x`` is said to be in ``tags``; None where nothing is."""
     return tags.get(id(x))
 
 
