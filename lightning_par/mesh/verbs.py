@@ -75,15 +75,6 @@ class Verbs:
         """Whether it is for this rank to say what index ``source`` says to all: it is that one, or nobody else is."""
         return self.rank == source or self.dry
 
-    def _log(
-        self, verb: Verb, purpose: str, numel: int, nbytes: int, ranks: int | None = None, stays: int | None = None
-    ) -> None:
-        if self.guard is not None and purpose in _OF_SHARDS:
-            self.guard()
-        self._count[0] += 1
-        self.progress.last = (self._line, self._count[0], verb, purpose, numel, None)
-        note(verb, self.name, purpose, numel, nbytes, ranks or self.size, stays)
-
     def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """Reduce ``x`` in place over the axis; returns it. Booleans reduce as ``max`` (any) or ``min`` (all)."""
         work = self.start_all_reduce_(x, purpose, op)
@@ -97,18 +88,6 @@ class Verbs:
             return None
         self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
         return self._collective(dist.all_reduce, x, op=_OPS[op], async_op=True)
-
-    def _collective(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
-        """``call`` of ``torch.distributed``, which writes the first of ``tensors``; `_log` has noted it."""
-        if self.dry:
-            if options.get("op") not in _ALIKE:
-                forget(tensors[0])
-            return None
-        recorder, begun = self.progress.recorder, self.progress.last
-        if recorder is None or begun is None:
-            return self._wire.collective(call, *tensors, **options)
-        nbytes = begun[4] * tensors[0].element_size()
-        return recorder.call(begun, nbytes, partial(self._wire.collective, call, *tensors, **options))  # type: ignore[no-any-return]
 
     def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
         """Every rank's ``x`` (same shape on all ranks), in rank order.
@@ -124,12 +103,42 @@ class Verbs:
             wait_for(work)
         return gathered
 
+    def start_all_gather(
+        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory: that of ``out``.
+
+        Returns:
+            What will be there once the caller has waited, unless there is nothing to wait on: of ``shape``, by default
+            of one dim. It is no view, into which user code could not write behind an autograd function.
+        """
+        if self.size == 1:
+            return x if shape is None else x.view(shape), None
+        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
+        if out is None:
+            out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
+        return out, self._collective(dist.all_gather_into_tensor, out.view(-1), x.view(-1), async_op=True)
+
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
         out, work, _sent = self.start_sum_of_parts(parts, purpose)
         if work is not None:
             wait_for(work)
         return out
+
+    def start_reduce_scatter(
+        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Begin to sum over the ranks what the contiguous ``x`` has for this one: it has as much for each, in order.
+
+        Returns:
+            As `start_all_gather`; the caller keeps ``x`` until then.
+        """
+        if self.size == 1:
+            return x if shape is None else x.view(shape), None
+        self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
+        out = x.new_empty(x.numel() // self.size if shape is None else tuple(shape))
+        return out, self._collective(dist.reduce_scatter_tensor, out.view(-1), x.view(-1), async_op=True)
 
     def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None, Any]:
         """Begin a `reduce_scatter`.
@@ -154,38 +163,6 @@ class Verbs:
         out, work = self.start_reduce_scatter(flat, purpose)
         own_rows = out[: own.numel()].view(own.shape)
         return tensor_in(out.untyped_storage(), out.dtype, 0, own.shape, own_rows.stride(), out.device), work, flat
-
-    # What is returned below is no view, into which user code could not write behind an autograd function.
-
-    def start_all_gather(
-        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None, out: Tensor | None = None
-    ) -> tuple[Tensor, dist.Work | None]:
-        """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory: that of ``out``.
-
-        Returns:
-            What will be there once the caller has waited, unless there is nothing to wait on: of ``shape``, by default
-            of one dim.
-        """
-        if self.size == 1:
-            return x if shape is None else x.view(shape), None
-        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        if out is None:
-            out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
-        return out, self._collective(dist.all_gather_into_tensor, out.view(-1), x.view(-1), async_op=True)
-
-    def start_reduce_scatter(
-        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
-    ) -> tuple[Tensor, dist.Work | None]:
-        """Begin to sum over the ranks what the contiguous ``x`` has for this one: it has as much for each, in order.
-
-        Returns:
-            As `start_all_gather`; the caller keeps ``x`` until then.
-        """
-        if self.size == 1:
-            return x if shape is None else x.view(shape), None
-        self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
-        out = x.new_empty(x.numel() // self.size if shape is None else tuple(shape))
-        return out, self._collective(dist.reduce_scatter_tensor, out.view(-1), x.view(-1), async_op=True)
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
         """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.
@@ -269,6 +246,27 @@ class Verbs:
             return [value] * self.size
         self._timed(partial(dist.all_gather_object, values, value, group=host_group(self.group)))
         return values
+
+    def _log(
+        self, verb: Verb, purpose: str, numel: int, nbytes: int, ranks: int | None = None, stays: int | None = None
+    ) -> None:
+        if self.guard is not None and purpose in _OF_SHARDS:
+            self.guard()
+        self._count[0] += 1
+        self.progress.last = (self._line, self._count[0], verb, purpose, numel, None)
+        note(verb, self.name, purpose, numel, nbytes, ranks or self.size, stays)
+
+    def _collective(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
+        """``call`` of ``torch.distributed``, which writes the first of ``tensors``; `_log` has noted it."""
+        if self.dry:
+            if options.get("op") not in _ALIKE:
+                forget(tensors[0])
+            return None
+        recorder, begun = self.progress.recorder, self.progress.last
+        if recorder is None or begun is None:
+            return self._wire.collective(call, *tensors, **options)
+        nbytes = begun[4] * tensors[0].element_size()
+        return recorder.call(begun, nbytes, partial(self._wire.collective, call, *tensors, **options))  # type: ignore[no-any-return]
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         """``call``, of objects, which `_log` has noted."""
