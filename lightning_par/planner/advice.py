@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_par.planner.evaluate import Planner
-from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.candidate import Candidate
+from lightning_par.planner.planner import Planner
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.search import any_fits
 from lightning_par.strategies.startup_table import bytes_text

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_par.planner.candidates import Launched
 from lightning_par.planner.clipped import Clip
-from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import PRESETS, Machine, read_machine
+from lightning_par.planner.planner import Planner
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.report import named
 from lightning_par.planner.search import search

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from lightning_par.mesh.layout import Layout
 from lightning_par.pipeline.plan.schedule import stages_per_rank
-from lightning_par.planner.evaluate import Planner
-from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.candidate import Candidate
+from lightning_par.planner.planner import Planner
 
 MOST_TENSOR, MOST_PIPELINE, MOST_SEQUENCE = 16, 128, 64
 _SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.candidate import Candidate
 from lightning_par.planner.links import Group, group_of, message_time
 from lightning_par.planner.local_work import Setting
 from lightning_par.planner.pipeline_time import StageTime

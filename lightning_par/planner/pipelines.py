@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_par.planner.candidate import Candidate
 from lightning_par.planner.candidates import RuledOut
-from lightning_par.planner.evaluate import Planner
-from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.planner import Planner
 
 MOST_TRIED = 4000
 """Functions of the step that trials of stages run, beyond the first trial: some seconds."""

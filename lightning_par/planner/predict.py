@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
+from lightning_par.planner.candidate import Candidate
 from lightning_par.planner.clipped import norm_seconds
 from lightning_par.planner.layout_work import LayoutWork
-from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
 from lightning_par.planner.prediction import PlannedRun, Prediction
 from lightning_par.planner.profile import Profile

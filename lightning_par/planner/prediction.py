@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.candidate import Candidate
 from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
 from lightning_par.planner.optimizer_state import OptimizerState

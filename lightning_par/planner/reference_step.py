@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import Machine
 from lightning_par.planner.overheads import Overhead
+from lightning_par.planner.planner import Planner
 from lightning_par.strategies.namespace import Namespace
 
 WARM, COUNTED = 2, 8

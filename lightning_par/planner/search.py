@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_par.planner.candidates import Launched, RuledOut, candidates, layouts, why_not, why_not_launched
-from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.pipelines import Pipelines
+from lightning_par.planner.planner import Planner
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.replay_run import UntoldError
 

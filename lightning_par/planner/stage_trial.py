@@ -22,7 +22,7 @@ from lightning_par.pipeline.stages import refuse_packed
 from lightning_par.pipeline.trial.samples.one_more_sample import with_one_more
 from lightning_par.pipeline.trial.study import survey
 from lightning_par.pipeline.trial.survey import Survey
-from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.candidate import Candidate
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.sharded.patches import SHARDED, STREAMS
 from lightning_par.strategies.entry_points import step_arguments

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_par.planner.clipped import clips_itself
 
 if TYPE_CHECKING:
-    from lightning_par.planner.evaluate import Planner
+    from lightning_par.planner.planner import Planner
 
 
 def unknowns(planner: Planner) -> list[str]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
+from lightning_par.planner.candidate import Candidate
 from lightning_par.planner.layout_work import LayoutWork
-from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.pipeline_time import schedule_of, simulated
 from lightning_par.planner.prediction import PlannedRun
 from lightning_par.planner.profile import Stages

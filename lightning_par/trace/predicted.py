@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.planner.clipped import read_clip
-from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
+from lightning_par.planner.planner import Planner
 from lightning_par.python_state import generators
 from lightning_par.trace.breakdown import BUBBLE, COMPUTE, EXPOSED
 from lightning_par.trace.spans import Prediction

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 
 WIDTH, HEADS, LENGTH, BATCH, LAYERS, VOCAB = 256, 4, 128, 8, 4, 256
 WARM = 4
@@ -72,21 +72,21 @@ class InTurn(Callback):
 
     def __init__(self, alternates: bool) -> None:
         self.seconds: list[float] = []
-        self.alternates, self.draw = alternates, Memo.draw
+        self.alternates, self.draw = alternates, BatchValues.draw
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.alternates:
             # 0 1 1 0: so that neither kind is always the first of a pair
             whole = batch_idx < WARM or batch_idx % 4 in (0, 3)
             trainer.strategy._state.streams.whole = whole  # type: ignore[attr-defined]
-            Memo.draw = self.draw if whole else lambda *args: None  # type: ignore[method-assign,assignment]
+            BatchValues.draw = self.draw if whole else lambda *args: None  # type: ignore[method-assign,assignment]
         dist.barrier()
         self.began = time.perf_counter()
 
     def on_train_batch_end(self, *args: Any) -> None:
         dist.barrier()
         self.seconds.append(time.perf_counter() - self.began)
-        Memo.draw = self.draw  # type: ignore[method-assign]
+        BatchValues.draw = self.draw  # type: ignore[method-assign]
 
 
 def fit(layout: str, p: float, pairs: int, draws: Any = "one_device", alternates: bool = True) -> list[float]:

@@ -23,8 +23,8 @@ from lightning_par import HybridParallelStrategy
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.ledger import ledger
 from lightning_par.planner.clipped import read_clip
-from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
+from lightning_par.planner.planner import Planner
 from lightning_par.sharded.tensor import leaf
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool

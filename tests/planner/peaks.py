@@ -25,8 +25,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
-from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
+from lightning_par.planner.planner import Planner
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_par.planner import plan
-from lightning_par.planner.layouts import read_candidate
+from lightning_par.planner.candidate import read_candidate
 from lightning_par.planner.machines import PRESETS, read_machine
 from lightning_par.planner.precisions import read_precision
 from tests.helpers.differences import differences

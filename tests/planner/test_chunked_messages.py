@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
+from lightning_par.planner.planner import Planner
 from tests.helpers.slow import slow
 from tests.planner.published import measured_time, predicted, rows
 from tests.planner.test_counts import BATCH

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.random_draws import Draws, KeyedDraws, StageDraws
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.event_draws import DRAWING, OfBatch, PartDrawn, are_equal, stand_at, standing
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
@@ -34,7 +34,7 @@ class OtherDrawsError(RuntimeError):
         )
 
 
-def stage_draws(key: Sequence[int], program: Program, memo: Memo, axis: MicrobatchAxis | None) -> StageDraws:
+def stage_draws(key: Sequence[int], program: Program, memo: BatchValues, axis: MicrobatchAxis | None) -> StageDraws:
     """What a run of a stage draws, on one microbatch or on the whole batch."""
     return OneDeviceDraws(program, memo, axis) if RunState.current.streams.whole else KeyedDraws(key)
 
@@ -48,7 +48,7 @@ class OneDeviceDraws:
         axis: the microbatch, None where the batch is not cut.
     """
 
-    def __init__(self, program: Program, memo: Memo, axis: MicrobatchAxis | None) -> None:
+    def __init__(self, program: Program, memo: BatchValues, axis: MicrobatchAxis | None) -> None:
         self.program, self.memo, self.axis = program, memo, axis
 
     def at(self, event: int) -> None:

@@ -18,7 +18,7 @@ from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.tensor_writes import note_write
 
 
-class Memo:
+class BatchValues:
     """What depends on the batch alone: computed once a step, the same objects in every run of it.
 
     But a function that writes into a tensor of the module's, or returns a view of one, runs in every run of the step:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.event_draws import standing
 from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.joined_outputs import unjoined
@@ -38,7 +38,7 @@ class DryRun(RecordedRun):
         ChangedError: it does something else.
     """
 
-    def __init__(self, program: Program, memo: Memo, module: nn.Module, tape: Tape | None = None) -> None:
+    def __init__(self, program: Program, memo: BatchValues, module: nn.Module, tape: Tape | None = None) -> None:
         super().__init__(program)
         self.memo = memo
         self.names: dict[int, Key] = {}  # of absent tensors

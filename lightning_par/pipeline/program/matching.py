@@ -13,7 +13,7 @@ from torch import nn
 from lightning_par.pipeline.effects.unit_reach import is_within
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.dry_run import ChangedError, DryRun
 from lightning_par.pipeline.program.held_objects import HeldByUnits
 from lightning_par.pipeline.program.joined_outputs import LoggedValues
@@ -65,7 +65,7 @@ class Matching:
             start: where random numbers stand.
             deciding: the attributes that code within units goes by.
         """
-        memo = Memo(step.batch)
+        memo = BatchValues(step.batch)
         rank, watch = self.hooks.axis.rank, self.watch
         tape = Tape(program, memo, rank, watch.moves, watch.original, self.held) if may_be_taped(program) else None
         run = DryRun(program, memo, self.module, tape)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_par.pipeline.effects.random_draws import is_standing
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.microbatch_values import share_of
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape
@@ -34,7 +34,7 @@ class Part:
 
     step: Step
     program: Program
-    memo: Memo
+    memo: BatchValues
     before: tuple[Any, Any]
     axis: MicrobatchAxis | None = None
     share: float = 1.0
@@ -76,7 +76,7 @@ class Prepared:
         cls,
         step: Step,
         program: Program,
-        memo: Memo,
+        memo: BatchValues,
         tape: Tape | None,
         start: tuple[Any, ...],
         updates: Sequence[UpdateCall],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.logged_outputs import LogRecord
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.held_objects import Held, HeldByUnits, are_same
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.private.modes import surroundings
@@ -107,7 +107,7 @@ class Tape:
     def __init__(
         self,
         program: Program,
-        memo: Memo,
+        memo: BatchValues,
         rank: int,
         moves: Callable[[], Any],
         original: Callable[[Tensor], Tensor | None],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_par.pipeline.program.batch_values import Memo as BatchValues
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.program import Key, StepEvent
 from lightning_par.pipeline.program.tape import Absent, Call
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis

@@ -14,7 +14,7 @@ from lightning_par.pipeline.effects.console import hushed, speaking
 from lightning_par.pipeline.effects.one_device_draws import stage_draws
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.effects.unit_python_state import InnerState
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.event_functions import is_setting, writes_into
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
@@ -57,7 +57,7 @@ class StageRun(StageValues):
     def __init__(
         self,
         program: Program,
-        memo: Memo,
+        memo: BatchValues,
         stage: int,
         axis: MicrobatchAxis | None,
         receive: Callable[[Key], Tensor],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.microbatch_values import cut_to, local_shape, of_microbatch, share_of
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located
 from lightning_par.pipeline.run.errors import OtherStageError
@@ -40,7 +40,12 @@ class StageValues(RecordedRun):
     """How sequences lie on the ranks of this stage."""
 
     def __init__(
-        self, program: Program, memo: Memo, stage: int, axis: MicrobatchAxis | None, receive: Callable[[Key], Tensor]
+        self,
+        program: Program,
+        memo: BatchValues,
+        stage: int,
+        axis: MicrobatchAxis | None,
+        receive: Callable[[Key], Tensor],
     ) -> None:
         super().__init__(program)
         self.memo, self.stage, self.axis, self.receive = memo, stage, axis, receive

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_par.pipeline.effects.console import hushed
-from lightning_par.pipeline.effects.method_calls import UnitState
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight
+from lightning_par.pipeline.effects.unit_state import UnitState
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError

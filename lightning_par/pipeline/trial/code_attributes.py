@@ -86,7 +86,7 @@ class Attributes:
     def begin(self) -> None:
         """A run of the step's own code begins, in which no unit runs: what it sets can be undone.
 
-        A trial finds out more of that, slowly: `lightning_par.pipeline.effects.method_calls.UnitState`.
+        A trial finds out more of that, slowly: `lightning_par.pipeline.effects.unit_state.UnitState`.
         """
         self._renewed()
         self._began, self._watched_dicts = {}, self._holders

@@ -14,10 +14,10 @@ from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.batch_sizes import count_tokens, first_samples
 from lightning_par.planner.build import build_module, build_with_values
 from lightning_par.planner.by_hand import optimizes_by_hand, refuse_of_trainer
+from lightning_par.planner.candidate import Candidate, read_candidate
 from lightning_par.planner.clipped import Clip
 from lightning_par.planner.given_batch import Given
 from lightning_par.planner.held_values import record_with_held
-from lightning_par.planner.layouts import Candidate, read_candidate
 from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
 from lightning_par.planner.make_profile import make_profile
