@@ -129,11 +129,19 @@ def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> 
 
 @dataclass(frozen=True)
 class Groups:
-    """The axes of one run through this rank, with their process groups.
+    """The axes of one run through this rank, with their process groups: those of the mesh, and lines of several.
 
-    ``replica`` holds the ranks that share this rank's copy of the model, ``gradients`` those that sum gradients of the
-    same weights, ``stage`` all that have the same layers, ``stage_of_replica``
-    those of them in this rank's copy, ``world`` all of them.
+    Attributes:
+        layout: the sizes of the mesh's axes.
+        data: the ranks that have the same weights and other batches.
+        pipeline: those that have other layers of the same copy of the model.
+        sequence: those that have other tokens.
+        tensor: those that have other parts of the same weights.
+        replica: all that share this rank's copy of the model.
+        gradients: those that sum gradients of the same weights.
+        stage: all that have the same layers.
+        stage_of_replica: those of them in this rank's copy.
+        world: all ranks.
     """
 
     layout: Layout

@@ -18,6 +18,7 @@ from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import as_it_is
+from lightning_par.python_state.nested_tensors import cloned
 
 Look = Callable[[], Callable[[], Mapping[str, Cell]]]  # at what there is now, whenever that is called
 Own = Callable[[Any], Any]  # of an item, what a run may change
@@ -228,7 +229,7 @@ def copied_by(known: Mapping[int, Any], value: Any) -> Any:
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        return cloned(value)
     try:
         with torch.no_grad():
             return copy.deepcopy(value, dict(known))

@@ -52,6 +52,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+def cloned(x: Tensor) -> Tensor:
+    """A leaf with the values of ``x``, which requires a gradient if ``x`` does."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in ``value``, in the order in which `map_tensors` meets them."""
     found: list[Tensor] = []

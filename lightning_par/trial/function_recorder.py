@@ -20,6 +20,7 @@ from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.private.transforms import in_functorch, is_wrapped
+from lightning_par.python_state.nested_tensors import cloned
 from lightning_par.sharded.functions import READS, VALUE_PROPERTIES, name_of
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
@@ -194,7 +195,7 @@ def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
     if x.requires_grad and not x.is_leaf:
         raise RuntimeError("copy.deepcopy of a tensor that is no leaf of the graph")
     if id(x) not in memo:
-        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        memo[id(x)] = cloned(x)
         mark_parameter(memo[id(x)], isinstance(x, nn.Parameter))
     return memo[id(x)]
 

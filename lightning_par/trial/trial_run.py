@@ -29,6 +29,7 @@ from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
 from lightning_par.python_state.kept import kept
+from lightning_par.python_state.nested_tensors import cloned
 from lightning_par.python_state.user_code import line_of
 from lightning_par.sharded.tensor import OutOfSightError
 from lightning_par.sharded.user_classes import put_on, users_class
@@ -232,7 +233,7 @@ def fake_stands(
     def stand(x: Tensor) -> Tensor:
         if id(x) not in fakes:
             away = x.is_meta or x.numel() > _LARGE
-            fakes[id(x)] = _fake(x, mode, device) if away else x.value() if isinstance(x, Deferred) else _clone(x)
+            fakes[id(x)] = _fake(x, mode, device) if away else x.value() if isinstance(x, Deferred) else cloned(x)
         return fakes[id(x)]
 
     return stand
@@ -241,10 +242,6 @@ def fake_stands(
 def _fake(x: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
     """Not by the mode's own way, which keeps a weak reference: a parameter that has one can't be exchanged."""
     return fake_of(x, mode, device if x.is_meta else None) if x.layout is torch.strided else mode.from_tensor(x)
-
-
-def _clone(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.pipeline.trial.analysis_copy import cloned
 from lightning_par.pipeline.trial.constant_draws import EXTREMES, Constants
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
 from lightning_par.private.compiler import uncompiled
 from lightning_par.python_state import generators
-from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.python_state.nested_tensors import cloned, map_tensors
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf

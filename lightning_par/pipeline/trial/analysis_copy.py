@@ -30,11 +30,6 @@ from lightning_par.trial.module_copy import TrainerView
 from lightning_par.trial.step import Step
 
 
-def cloned(x: Tensor) -> Tensor:
-    """A copy without a graph that asks for gradients as ``x`` does."""
-    return x.detach().clone().requires_grad_(x.requires_grad)
-
-
 class Fakes:
     """Stand-ins of parameters and buffers."""
 

@@ -19,7 +19,7 @@ from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
-from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen
+from lightning_par.pipeline.trial.analysis_copy import Fakes, held, intercept_calls, listen
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import standing_in
 from lightning_par.pipeline.trial.step_notes import Layouts
@@ -31,7 +31,7 @@ from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_hooks import number_of_backward_hooks
 from lightning_par.python_state import generators
-from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.nested_tensors import cloned, map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import packages_of
 from lightning_par.sharded import patches

@@ -23,13 +23,13 @@ from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.logged_outputs import silent
 from lightning_par.pipeline.effects.random_draws import stand_at, standing
-from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
+from lightning_par.pipeline.trial.analysis_copy import Fakes
 from lightning_par.pipeline.trial.constant_draws import EXTREMES, Constants
 from lightning_par.pipeline.trial.untraced import untraced
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.graph import Accumulation, function_of
 from lightning_par.python_state import generators
-from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.python_state.nested_tensors import cloned, map_tensors
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.strategies.host_memory import free_on
