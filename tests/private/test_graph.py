@@ -49,7 +49,8 @@ def test_a_node_that_gathered_a_weight_leads_to_its_part() -> None:
             return x * 2
 
     part = torch.ones(2, requires_grad=True)
-    assert [*map(id, gathered_by(Gathers.apply(part).grad_fn)[0])] == [id(part), id(0)]
+    whole = Gathers.apply(part)  # without which the node is gone, too
+    assert [*map(id, gathered_by(whole.grad_fn)[0])] == [id(part), id(0)]
 
 
 def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:

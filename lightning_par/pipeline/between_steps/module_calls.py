@@ -116,7 +116,7 @@ class Outside:
     def update_weights(self, calls: Sequence[UpdateCall]) -> None:
         """Within `step`: what a step does with weights alone. All ranks must call it."""
         with self.outside(), self._joint().updating():
-            update_weights(self._joint(), calls)
+            update_weights(self._joint(), self._module, calls)
 
     def adopt(self, optimizer: Any) -> None:
         """Show user code all gradients, and ``optimizer`` those that are here."""

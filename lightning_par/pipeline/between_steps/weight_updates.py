@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 
 
-def update_weights(owner: JointGradients, calls: Sequence[UpdateCall]) -> None:
-    """Make ``calls``, one after another. All ranks must call it with the same, while ``owner`` shows weights."""
+def update_weights(owner: JointGradients, module: nn.Module, calls: Sequence[UpdateCall]) -> None:
+    """Make ``calls``, one after another, which are given weights of ``module``.
+
+    All ranks must call it with the same, while ``owner`` shows weights.
+    """
     made: dict[Key, Tensor] = {}
     needed, last = _needed(owner, calls), {event: call.index for call in calls for event in call.makers()}
     with torch.no_grad():
@@ -29,7 +32,7 @@ def update_weights(owner: JointGradients, calls: Sequence[UpdateCall]) -> None:
             owner.needed = needed.get(call.index)
             try:
                 with as_around(call.around):
-                    result = _call(call.func, *call.given(made), owner)
+                    result = _call(call.func, *call.given(made, module), owner)
             except NotImplementedError as error:
                 raise NotImplementedError(f"{call.place}: {error}") from error
             made = {key: x for key, x in made.items() if last[key[0]] > call.index}  # of a model's size, all in all

@@ -43,7 +43,7 @@ class DryRun(RecordedRun):
         self.memo = memo
         self.names: dict[int, Key] = {}  # of absent tensors
         self.tape = tape  # notes what it meets
-        self.updates = UpdateCalls(module, self.names)
+        self.updates = UpdateCalls(module, program, self.names)
         self._regions: set[int] = set()  # those that it has come to
 
     def __enter__(self) -> Any:

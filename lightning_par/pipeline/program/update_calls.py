@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.pipeline.program.program import Key, StepEvent
+from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.tape import Absent, filled, keys_in
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -24,6 +24,7 @@ class UpdateCall:
         place: ``file:line`` of the user's code.
         behind: whether it follows the step's stages.
         around: the modes around it, as `modes_around` tells them.
+        buffers: the names of those among its arguments, by id.
     """
 
     index: int
@@ -33,14 +34,20 @@ class UpdateCall:
     place: str
     behind: bool
     around: tuple[Any, ...]
+    buffers: Mapping[int, str]
 
     def makers(self) -> list[int]:
         """The events that make what it is given."""
         return [event for event, _ in keys_in((self.args, self.kwargs))]
 
-    def given(self, made: Mapping[Key, Tensor]) -> tuple[Any, Any]:
-        """Its arguments, by what others have ``made``."""
-        return filled((self.args, self.kwargs), made.__getitem__)
+    def given(self, made: Mapping[Key, Tensor], module: nn.Module) -> tuple[Any, Any]:
+        """Its arguments, by what others have ``made``, and with the buffers that ``module`` has by now."""
+
+        def current(x: Tensor) -> Tensor:
+            return module.get_buffer(self.buffers[id(x)]) if id(x) in self.buffers else x
+
+        args, kwargs = filled((self.args, self.kwargs), made.__getitem__)
+        return map_tensors(current, args), map_tensors(current, kwargs)
 
 
 def joined_calls(parts: Sequence[Sequence[UpdateCall]]) -> Sequence[UpdateCall]:
@@ -81,24 +88,30 @@ class UpdateCalls:
 
     Args:
         module: whose weights are updated.
+        program: which is run.
         names: what absent tensors stand for, by their ids.
     """
 
     module: nn.Module
+    program: Program
     names: Mapping[int, Key]
     calls: list[UpdateCall] = field(default_factory=list)
     _weights: dict[int, str] = field(default_factory=dict)
+    _buffers: dict[int, str] = field(default_factory=dict)
 
     def weights_in(self, given: Any) -> tuple[str, ...]:
-        """The names of the weights in ``given``, one after another."""
+        """The names of the weights in ``given``, and of buffers that are updated, one after another."""
         if not self._weights:
-            self._weights = {id(p): name for name, p in self.module.named_parameters()}
+            told = {name for event in self.program.events if event.kind == "update" for name in event.told or ()}
+            self._buffers = {id(b): name for name, b in self.module.named_buffers() if name in told}
+            self._weights = {id(p): name for name, p in self.module.named_parameters()} | self._buffers
         return tuple(self._weights[id(x)] for x in tensors_in(given) if id(x) in self._weights)
 
     def note(self, index: int, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
         """The event ``index`` is met."""
         given, named = map_tensors(self._told, (args, kwargs))
-        self.calls.append(UpdateCall(index, func, given, named, record.place, record.behind, record.around))
+        buffers = {id(x): self._buffers[id(x)] for x in tensors_in((given, named)) if id(x) in self._buffers}
+        self.calls.append(UpdateCall(index, func, given, named, record.place, record.behind, record.around, buffers))
 
     def _told(self, x: Tensor) -> Any:
         key = self.names.get(id(x))

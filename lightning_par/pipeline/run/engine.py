@@ -127,7 +127,7 @@ class Engine:
         seen = self.inner_state.agree(ready.program) or self.programs.hooks.on_backwards
         gradients = StepGradients(self, ready, named, scale, ahead, seen)
         settled: list[Any] = []
-        self._update(ready, behind=False)
+        self._update(ready, step, behind=False)
 
         def settle(effects: Effects) -> None:
             settled.append(self._settle(step, ready, effects))
@@ -141,7 +141,7 @@ class Engine:
         gradients.land()
         # done already where hooks in the backwards may meet what the step did
         result = settled[0] if settled else self._settle(step, ready, effects)
-        self._update(ready, behind=True)
+        self._update(ready, step, behind=True)
         loss = loss_in(result)
         if loss is None:
             self._skipped(ready, seen)
@@ -150,11 +150,12 @@ class Engine:
             gradients.check(expected)
         return _with_loss(result, gradients.delivered(loss))
 
-    def _update(self, ready: Prepared, behind: bool) -> None:
-        """What the step does with weights alone, before its stages or ``behind`` them."""
+    def _update(self, ready: Prepared, step: Step, behind: bool) -> None:
+        """What ``step`` does with weights alone, before its stages or ``behind`` them."""
         calls = [call for call in ready.updates if call.behind == behind]
         if calls:
-            self.update_weights(calls)
+            with step.context():  # by whose dtype integers become floats
+                self.update_weights(calls)
 
     def _skipped(self, ready: Prepared, seen: bool) -> None:
         """A step returned no loss: its gradients are dropped, if it was ready for some, and none were compared.
@@ -240,9 +241,9 @@ class Engine:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
         ready = self.programs.prepare(step, microbatches)
         schedule = self.order.forwards([part.program for part in ready.parts])
-        self._update(ready, behind=False)
+        self._update(ready, step, behind=False)
         result = self._settle(step, ready, ForwardBackward(self, ready, schedule, 1.0, key).run())
-        self._update(ready, behind=True)
+        self._update(ready, step, behind=True)
         return result
 
     def _settle(self, step: Step, ready: Prepared, effects: Effects) -> Any:

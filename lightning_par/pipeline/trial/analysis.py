@@ -86,7 +86,7 @@ class Analysis(StepNotes):
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
-        self.handed.check_outside((args, kwargs))
+        args, kwargs = self.unit_buffers.stood_in(args, kwargs)
         try:
             return self._transformed_event(func, name, args, kwargs)
         except SamplesMixError as error:

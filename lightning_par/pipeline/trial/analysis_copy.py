@@ -133,14 +133,14 @@ def listen(copy: nn.Module, run: Analysis) -> None:
         if outputs.path is not None:
             outputs.say(f"self.log({name!r}, ...)", (value, args, kwargs), run.trace)
             return
-        run.handed.check_outside(value)
+        run.unit_buffers.check_outside(value)
         run.tell(value)
 
     def log_dict(values: Any, *args: Any, **kwargs: Any) -> None:
         if outputs.path is not None:
             outputs.say(f"self.log_dict({[*values]}, ...)", (dict(values), args, kwargs), run.trace)
             return
-        run.handed.check_outside(dict(values))
+        run.unit_buffers.check_outside(dict(values))
         run.tell(dict(values))
 
     def hear(said: Said) -> None:

@@ -23,6 +23,7 @@ from lightning_par.pipeline.trial.analysis_copy import Fakes, held, intercept_ca
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import standing_in
 from lightning_par.pipeline.trial.step_notes import Layouts
+from lightning_par.pipeline.trial.unit_buffers import UnitBuffers
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
 from lightning_par.pipeline.trial.untraced import untraced
@@ -175,6 +176,7 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run.effects += held(copy, homes.keys() - run.outer, batch, run)
     run.finish()
     set_updates_apart(run)
+    run.unit_buffers.refuse_uses([*run.direct, *run.told], run.events)
     run.refuse_repeated_writes()
     result = run.followed(result)
     if step.grad:
@@ -209,7 +211,8 @@ def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, gue
     run.passed = asked.passed
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in buffers}
-    run.handed.buffers = {id(b): path for path in homes for b in copy.get_submodule(path).buffers()}
+    run.unit_buffers = UnitBuffers(copy, homes, run.mode, run.note_stand_in)
+    run.handed.buffers = run.unit_buffers.units
     run.handed.weights = {path: {*map(id, copy.get_submodule(path).parameters())} for path in homes}
     intercept_calls(copy, run, homes, asked.traced)
     run.hooks_on_gradients = {m: n for m in copy.modules() if (n := number_of_backward_hooks(m))}

@@ -98,21 +98,6 @@ class Handed:
                 if not any(x is y for y in inputs) or is_located(x):
                     x._made_within, x._made_in_call = self._path, self._call  # type: ignore[attr-defined]
 
-    def check_outside(self, given: Any) -> None:
-        """A function, or a unit, is given ``given`` by the step's own code.
-
-        Raises:
-            UnitError: a buffer of a unit is in it, which other ranks don't have.
-        """
-        unit = next((self.buffers[id(x)] for x in tensors_in(given) if id(x) in self.buffers), None)
-        if unit is not None:
-            raise UnitError(
-                f"{user_line()}: the step uses a buffer of {unit!r} outside of its forward. Other stages of the "
-                "pipeline don't have it. Use it in the forward of the module that it belongs to, or use "
-                "TensorParallelStrategy.",
-                unit,
-            )
-
     @staticmethod
     def returned(x: Tensor) -> Tensor:
         """What stands for a value outside of the unit that made it: another object, so as to tell which of them an

@@ -15,7 +15,7 @@ from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_draws import PartDrawn
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
-from lightning_par.pipeline.program.read_only_inputs import Lent
+from lightning_par.pipeline.program.read_only_inputs import Lent, memory_of
 from lightning_par.pipeline.program.routes import Use
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_context import modes_around
@@ -24,6 +24,7 @@ from lightning_par.pipeline.trial.side_inputs import Handed
 from lightning_par.pipeline.trial.step_values import StepValues
 from lightning_par.pipeline.trial.survey import Seen
 from lightning_par.pipeline.trial.transformed import Transformed
+from lightning_par.pipeline.trial.unit_buffers import UnitBuffers
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_logs import UnitLogs
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
@@ -85,6 +86,7 @@ class StepNotes(FakeRun):
         self.relays, self.layouts = stages.cutter.relays, layouts
         self.values = StepValues(batch, self.homes)
         self.handed = Handed(self.homes, self.values.keys, self.values.names)
+        self.unit_buffers = UnitBuffers(nn.Module(), (), mode, self.note_stand_in)
         self.lent, self.changes = Lent(), UnitChanges(nn.Module(), frozenset())
         self.tries_units = True
         self.tried: dict[Any, tuple[bool, tuple[PartDrawn, ...]]] = {}
@@ -181,6 +183,12 @@ class StepNotes(FakeRun):
         """The next event takes ``x``, which may be a parameter."""
         if self.values.is_parameter(x):
             self.direct.append((self.values.names[id(x)], len(self.events)))
+
+    def note_stand_in(self, fake: Tensor, name: str) -> None:
+        """``fake`` stands for the buffer ``name`` of a unit, as other fakes do for parameters."""
+        self.values.names[id(fake)] = name
+        if (memory := memory_of(fake)) is not None:
+            self.values.memory.names[memory] = name
 
     def tell(self, value: Any) -> list[Tensor]:
         """``value`` is logged, printed or given to a logger; its tensors."""

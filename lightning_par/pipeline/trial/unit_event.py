@@ -44,7 +44,7 @@ def record_unit(
     run.about_to_call()
     run.draws.begin(path)
     run.cutter.meet(path, len(run.events))
-    run.handed.check_outside((args, kwargs))
+    run.unit_buffers.check_outside((args, kwargs))
     inputs = tensors_in((args, kwargs))
     run.values.check_current(inputs)
     run.values.check_whole(inputs)

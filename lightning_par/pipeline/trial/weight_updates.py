@@ -120,10 +120,12 @@ class _Others:
     def __init__(self, run: Analysis, apart: set[int]) -> None:
         self._run = run
         self._uses, self._writes = _places(run.direct, apart), _places(run.overwritten, apart)
-        self._told = _places(run.told, set())
+        self._told, buffers = _places(run.told, set()), run.unit_buffers.by_unit()
         for path, index in run.units:
             for x in run.handed.weights.get(path, ()):
                 self._uses[run.values.names.get(x, "")].append(index)
+            for name in buffers.get(path, ()):
+                self._uses[name].append(index)
         for name, places in self._writes.items():
             self._uses[name] += places
 
