@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,6 +116,17 @@ class StepEvent:
             return False
         # nothing but values of the model, and no number, is in what it returns
         return all(x is None or isinstance(x, Tensor) and is_located(x) for x in tree_leaves(self.result))
+
+
+def makers_of(events: Sequence[StepEvent], last: int) -> set[int]:
+    """The events that what ``last`` is given is made by, and itself."""
+    found, waiting = set[int](), [last]
+    while waiting:
+        index = waiting.pop()
+        if index not in found:
+            found.add(index)
+            waiting += [key[0] for key in events[index].inputs]
+    return found
 
 
 def is_metric_call(event: StepEvent) -> bool:

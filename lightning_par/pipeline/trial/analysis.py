@@ -86,6 +86,8 @@ class Analysis(StepNotes):
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
+        if name in READS:
+            self.unit_buffers.check_outside((args, kwargs))
         args, kwargs = self.unit_buffers.stood_in(args, kwargs)
         try:
             return self._transformed_event(func, name, args, kwargs)
@@ -113,6 +115,7 @@ class Analysis(StepNotes):
         if not (located or self.transformed is not None and self.transformed.takes):
             return record_on_batch(self, func, name, args, kwargs)
         if name in READS:
+            self.unit_buffers.refuse_read([self.values.keys.get(id(x)) for x in located], self.direct, self.events)
             return record_read(self, func, name, args, kwargs, located)
         if name == "grad" and (getattr(func, "__module__", "") or "").startswith("torch.autograd"):
             if not self.homes and any(frame.numel for frame in self.frames[1:]):

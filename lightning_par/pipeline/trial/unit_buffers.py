@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par.pipeline.program.program import StepEvent
+from lightning_par.pipeline.program.program import Key, StepEvent, makers_of
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.modules import buffers_of
@@ -73,7 +73,7 @@ class UnitBuffers:
         return found
 
     def check_outside(self, given: Any) -> None:
-        """A unit, or a log, is given ``given`` by the step's own code.
+        """A unit, a log, or what reads values, is given ``given`` by the step's own code.
 
         Raises:
             UnitError: a buffer of a unit is in it, which other ranks don't have.
@@ -81,6 +81,18 @@ class UnitBuffers:
         unit = next((self.units[id(x)] for x in tensors_in(given) if id(x) in self.units), None)
         if unit is not None:
             raise _error(user_line(), unit)
+
+    def refuse_read(
+        self, keys: Iterable[Key | None], uses: Sequence[tuple[str, int]], events: Sequence[StepEvent]
+    ) -> None:
+        """Refuse that the step goes on by values which are made of buffers: a trial has stand-ins of these alone.
+
+        Raises:
+            UnitError: one of the values ``keys`` is made of one.
+        """
+        if self._stand_ins:
+            makers = set[int]().union(*(makers_of(events, key[0]) for key in keys if key is not None))
+            self.refuse_uses([use for use in uses if use[1] in makers], events)
 
     def refuse_uses(self, uses: Sequence[tuple[str, int]], events: Sequence[StepEvent]) -> None:
         """Refuse what is left of ``uses`` of parameters and buffers, by event, once updates are set apart.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_par.pipeline.program.event_functions import writes_into
-from lightning_par.pipeline.program.program import StepEvent
+from lightning_par.pipeline.program.program import StepEvent, makers_of
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.functions import HOOKS, name_of
 
@@ -53,7 +53,7 @@ def _made_of_weights(run: Analysis) -> dict[int, set[int]]:
     """The events that write into weights outside of units, in order, each with those that make what it writes, of
     weights alone; none where anything else takes a value of theirs, or a view of what they write."""
     writes = sorted({index for _, index in run.overwritten if not isinstance(run.events[index].func, str)})
-    made = {index: _behind(run, index) for index in writes}
+    made = {index: makers_of(run.events, index) for index in writes}
     found = {*chain.from_iterable(made.values())}
     if not all(_may_be_apart(run.events[index]) for index in found) or found & run.lending:
         return {}
@@ -64,17 +64,6 @@ def _made_of_weights(run: Analysis) -> dict[int, set[int]]:
     if any(key[0] in found or not found.isdisjoint(memory.get(key, ())) for key, i in run.uses() if i not in found):
         return {}
     return made
-
-
-def _behind(run: Analysis, last: int) -> set[int]:
-    """The events that what ``last`` is given is made by, and itself."""
-    found, waiting = set[int](), [last]
-    while waiting:
-        index = waiting.pop()
-        if index not in found:
-            found.add(index)
-            waiting += [key[0] for key in run.events[index].inputs]
-    return found
 
 
 def _may_be_apart(event: StepEvent) -> bool:
