@@ -182,7 +182,7 @@ def test_microbatches_of_their_own_must_update_weights_alike(told: str) -> None:
 
     def call(index: int, weight: int = 0, by: float = 0.5, of_batch: float = 2.0) -> UpdateCall:
         given = (weights[weight], Absent((index, 0)), torch.full((2,), of_batch))
-        return UpdateCall(index, torch.addcmul, given, {"value": by}, "step.py:1", False, (True,))
+        return UpdateCall(index, torch.addcmul, given, {"value": by}, "step.py:1", False, (True,), {})
 
     others = {
         "alike": [call(7)],
