@@ -53,7 +53,16 @@ class GatheredBlock:
 
 
 class BlockUse:
-    """The weights of a block for one call of it."""
+    """The weights of a block for one call of it.
+
+    Args:
+        block: whose they are.
+        before: the use that was made before, to which backward comes next.
+
+    Attributes:
+        refers: how often backward will need each weight.
+        memories: the number of the weight that lies in a memory.
+    """
 
     def __init__(self, block: GatheredBlock, before: BlockUse | None) -> None:
         self.block, self.before = block, before
@@ -70,6 +79,7 @@ class BlockUse:
         return torch.empty(numel, dtype=self.block.weights[0].part.dtype)
 
     def start(self) -> None:
+        """Begin to gather: there is a message, and this rank's own part of it where that is put together."""
         if self.arriving is None and self.wholes is None:
             weights = self.block.weights
             entries = sum(w.message * w.dtype.itemsize for w in weights) // weights[0].dtype.itemsize
@@ -78,6 +88,7 @@ class BlockUse:
             self.arriving = [torch.empty(size, dtype=weights[0].dtype) for size in sizes]
 
     def land(self) -> None:
+        """The whole weights are there, and the message is gone."""
         if self.wholes is not None:
             return
         self.start()
@@ -94,11 +105,13 @@ class BlockUse:
         self.memories |= {memory_of(x): i for i, x in enumerate(self.wholes) if x is not None}
 
     def track(self) -> None:
+        """Take part in the graph from here on."""
         parts = [w.part for w in self.block.weights]
         if any(x.requires_grad for x in parts) and torch.is_grad_enabled():
             self.token = _Parts.apply(self, *parts)
 
     def weights(self) -> Sequence[Tensor]:
+        """The whole weights, for the call."""
         token, self.token = self.token, None
         if token is not None:
             return _Whole.apply(token, self)  # type: ignore[no-any-return]
@@ -107,9 +120,11 @@ class BlockUse:
         return [x.detach() for x in self.wholes if x is not None]
 
     def let_go(self) -> None:
+        """Forget what was gathered."""
         self.wholes = self.left = None
 
     def begin_backward(self) -> None:
+        """Backward comes to the call: gather what it needs here, and begin with what it needs next."""
         if self.begun:
             return
         self.begun = True
@@ -121,6 +136,7 @@ class BlockUse:
             before.start()
 
     def for_backward(self, number: int) -> Tensor:
+        """The weight of this number; the last one that asks lets it go."""
         self.begin_backward()
         self.land()
         assert self.wholes is not None
@@ -135,6 +151,7 @@ class BlockUse:
         return found
 
     def sum(self, gradients: Sequence[Tensor | None]) -> None:
+        """Begin to sum whole gradients over the ranks."""
         if self.refers:
             self.begin_backward()
         self.let_go()
@@ -149,6 +166,7 @@ class BlockUse:
         self.sums.append(self._like(entries))
 
     def summed(self) -> list[Tensor | None]:
+        """This rank's parts of the gradients; the message is gone."""
         found = [torch.empty_like(w.part) if w.part.requires_grad else None for w in self.block.weights]
         self.sums.clear()
         return found
