@@ -14,9 +14,9 @@ from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_m
 from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.pipeline.trial.analysis_notes import Layouts
 from lightning_par.pipeline.trial.samples.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import UnitError
-from lightning_par.pipeline.trial.step_notes import Layouts
 from lightning_par.private.graph import made_by
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.functions import HOOKS
