@@ -135,7 +135,7 @@ def asked(found: Questions) -> Asked:
 
 
 def answers(asked: Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What these arguments answer; None where there is no such number."""
+    """What these arguments answer; None where there is no such number, or no answer."""
     given: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
     told = {place: x for place, x in given if type(x) in _KINDS}
     return tuple(_answer(question, told) for question in asked)
@@ -144,5 +144,5 @@ def answers(asked: Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 def _answer(question: Question, told: Mapping[Place, Any]) -> Any:
     try:
         return question(told)
-    except (KeyError, ArithmeticError):
+    except (KeyError, ArithmeticError, TypeError, ValueError):  # of other numbers, as NaN, it may have no answer
         return None
