@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.functions import writes_into
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
