@@ -80,7 +80,8 @@ class Counts:
         lines = [self.title, f"Memory: {memory}.", *(format_rows(rows) if self.sent else ["Nothing is sent."])]
         if self.saved is not None:
             size, count = self.saved
-            lines.append(f"To a distributed checkpoint it writes {bytes_text(size)}, {count} tensors or parts of them.")
+            what = "1 tensor or a part of one" if count == 1 else f"{count} tensors or parts of them"
+            lines.append(f"To a distributed checkpoint it writes {bytes_text(size)}, {what}.")
         if self.file is not None:
             lines.append(self._file_line(self.file))
         if self.apart:

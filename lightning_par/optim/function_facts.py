@@ -23,7 +23,7 @@ from lightning_par.sharded.functions import (
     STRIDES,
     VIEWS,
     name_of,
-    writes,
+    writes_into,
 )
 from lightning_par.trial.memo import Memo
 
@@ -86,7 +86,7 @@ def function_of(func: Any) -> Function:
 
 def _function_of(func: Any) -> Function:
     name = name_of(func)
-    return Function(name, _kind(func, name), writes(name) or name == "__set__")
+    return Function(name, _kind(func, name), writes_into(name))
 
 
 _known = Memo(_function_of)

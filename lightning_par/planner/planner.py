@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
@@ -86,13 +86,7 @@ class Planner:
             return build_with_values(source, loaded).to(self.precision.dtype)
 
         self.untransferred = ""
-        hooks = [] if given is None else given.hooks(built)
-        if given is not None and hooks:
-            try:
-                batch = given.transferred(with_values, hooks, batch)
-            except ValueError as error:
-                self.untransferred = f"{' and '.join(hooks)} of the batch, which {error}"
-        self.batch = batch
+        self.batch = batch = batch if given is None else self._transferred(given, built, with_values, batch)
 
         def recorded(module: nn.Module) -> RecordedStep:
             return record(module, batch, self.precision.autocast, fused, machine.gpu)
@@ -113,6 +107,15 @@ class Planner:
         self._steps: dict[int, RecordedStep] = {}
         self._sent: dict[Any, tuple[StageReplay, ...]] = {}
         self.staged: list[Staged] = []
+
+    def _transferred(self, given: Given, built: nn.Module, with_values: Callable[[], nn.Module], batch: Any) -> Any:
+        """What hooks around a batch's transfer make of ``batch``; itself where there are none, or none that can run."""
+        hooks = given.hooks(built)
+        try:
+            return given.transferred(with_values, hooks, batch) if hooks else batch
+        except ValueError as error:
+            self.untransferred = f"{' and '.join(hooks)} of the batch, which {error}"
+            return batch
 
     @property
     def notes(self) -> list[str]:

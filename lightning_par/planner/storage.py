@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.stored_parameter import Stored, dim_of_shape
+from lightning_par.planner.block_use import BlockWeight, GatheredBlock
 from lightning_par.planner.counting_axis import CountingStorage
-from lightning_par.planner.gathered_blocks import BlockCall, BlockWeight, GatheredBlock, GatheredBlocks
+from lightning_par.planner.gathered_blocks import BlockCall, GatheredBlocks
 from lightning_par.planner.lone_weights import LoneWeight, LoneWeights, ends_of_calls
 from lightning_par.planner.profile import Parameter
 from lightning_par.planner.recorded import RecordedStep

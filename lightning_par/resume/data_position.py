@@ -21,7 +21,7 @@ KEPT = ("now", "began", "first", "loaders", "loaders_began")
 
 
 @dataclass(frozen=True)
-class Standing:
+class GeneratorStates:
     """Where generators stand.
 
     Args:
@@ -33,7 +33,7 @@ class Standing:
     own: list[Any]
 
     @classmethod
-    def of(cls, found: list[Any]) -> Standing:
+    def of(cls, found: list[Any]) -> GeneratorStates:
         """Of the global generators, and those that `own_generators` found."""
         return cls(generators.raw_state(), generator_states.saved_states(found))
 
@@ -49,7 +49,7 @@ def own_generators(loaders: Iterable[Any]) -> list[Any]:
 
 
 def put_back(state: State, found: list[Any]) -> None:
-    """Put the generators to where they stood; the inverse of `Standing.saved`."""
+    """Put the generators to where they stood; the inverse of `GeneratorStates.saved`."""
     generator_states.load_state(state["global"])
     generator_states.load_states(found, state["own"])
 
@@ -100,11 +100,11 @@ class DataPosition:
         self.loaders_began: list[Any] = []
         self.began: State | None = None
         self.first: State | None = None
-        self.step: Standing | None = None
-        self.validation: Standing | None = None
+        self.step: GeneratorStates | None = None
+        self.validation: GeneratorStates | None = None
 
-    def standing(self) -> Standing:
-        return Standing.of(self.found)
+    def standing(self) -> GeneratorStates:
+        return GeneratorStates.of(self.found)
 
     def note_validation(self) -> None:
         """A validation is about to begin."""

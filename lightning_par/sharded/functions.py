@@ -45,6 +45,11 @@ def writes(name: str) -> bool:
     return name == "__setitem__" or name in IN_PLACE_OPERATORS or name.endswith("_") and not name.endswith("__")
 
 
+def writes_into(name: str) -> bool:
+    """As `writes`, or by `x.data = y`: no other property is set that changes a value."""
+    return writes(name) or name == "__set__"
+
+
 # What Python gets.
 
 TRUTHS = _names("__bool__ is_nonzero equal allclose __contains__")

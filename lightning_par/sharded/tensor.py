@@ -283,11 +283,6 @@ def remembered(x: Any) -> tuple[int, ...] | None:
     return known  # type: ignore[no-any-return]
 
 
-def axes_of(x: Tensor) -> tuple[Axis, ...]:
-    """The axes over which ``x`` is sharded, the outer one first."""
-    return (x._axis, *axes_of(x._local)) if isinstance(x, ShardedTensor) else ()
-
-
 def moves(x: ShardedTensor) -> bool:
     """Whether making ``x`` whole takes communication."""
     return type(x) is ShardedTensor

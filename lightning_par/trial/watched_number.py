@@ -44,10 +44,10 @@ class WatchedNumber:
         return result
 
     def __bool__(self) -> bool:
-        return bool(self.decided(bool(plain(self)), bool, (self,)))
+        return bool(self.decided(bool(plain_number(self)), bool, (self,)))
 
     def __int__(self) -> int:
-        result = int(plain(self))
+        result = int(plain_number(self))
         return int(self.decided(result, int, (self,))) if isinstance(self, float) else result
 
     def __divmod__(self, other: Any) -> Any:
@@ -57,7 +57,7 @@ class WatchedNumber:
         return other // self, other % self
 
     def __hash__(self) -> int:
-        return hash(plain(self))
+        return hash(plain_number(self))
 
     def __copy__(self) -> Any:
         return self
@@ -66,15 +66,15 @@ class WatchedNumber:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(plain(self)), (plain(self),)
+        return type(plain_number(self)), (plain_number(self),)
 
 
-def plain(x: Any) -> Any:
+def plain_number(x: Any) -> Any:
     """An int or a float without what a subclass adds; anything else as it is.
 
     Example::
 
-        assert type(plain(numpy.float64(2.0))) is float
+        assert type(plain_number(numpy.float64(2.0))) is float
     """
     return float.__float__(x) if isinstance(x, float) else int.__int__(x) if isinstance(x, int) else x
 
@@ -83,7 +83,7 @@ def _binary(function: Callable[..., Any], decides: bool) -> Any:
     def method(self: Any, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        result = function(plain(self), plain(other))
+        result = function(plain_number(self), plain_number(other))
         return (self.decided if decides else self.computed)(result, function, (self, other))
 
     return method
@@ -91,7 +91,7 @@ def _binary(function: Callable[..., Any], decides: bool) -> Any:
 
 def _unary(function: Callable[..., Any]) -> Any:
     def method(self: Any, *others: Any) -> Any:  # of `round`, the digits
-        result = function(plain(self), *others)
+        result = function(plain_number(self), *others)
         counts = isinstance(self, float) and isinstance(result, int)
         return (self.decided if counts else self.computed)(result, function, (self, *others))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_par.trial.watched_number import WatchedNumber, plain
+from lightning_par.trial.watched_number import WatchedNumber, plain_number
 
 
 class _Watched(WatchedNumber):
@@ -22,7 +22,7 @@ class _Watched(WatchedNumber):
         return watched(result, self.decisions)
 
     def decided(self, result: Any, function: Any, numbers: Any) -> Any:
-        assert function(*map(plain, numbers)) == result
+        assert function(*map(plain_number, numbers)) == result
         self.decisions.append(result)
         return result
 
@@ -60,7 +60,7 @@ def test_what_is_computed_stays_watched(value: Any, function: Callable[[Any], An
     decisions: list[Any] = []
     result = function(watched(value, decisions))
     assert isinstance(result, _Watched) and not decisions
-    assert plain(result) == function(value) and isinstance(result, int) == isinstance(function(value), int)
+    assert plain_number(result) == function(value) and isinstance(result, int) == isinstance(function(value), int)
 
 
 @pytest.mark.parametrize("value", [3, 2.5])
@@ -74,7 +74,7 @@ def test_what_is_decided_is_told(value: Any, function: Callable[[Any], Any]) -> 
 def test_a_whole_number_made_of_a_float_is_told(function: Callable[[Any], int]) -> None:
     decisions: list[Any] = []
     assert type(function(watched(2.5, decisions))) is int and decisions == [function(2.5)]
-    assert plain(function(watched(3, decisions))) == 3 and len(decisions) == 1
+    assert plain_number(function(watched(3, decisions))) == 3 and len(decisions) == 1
 
 
 def test_to_others_it_is_the_plain_number() -> None:

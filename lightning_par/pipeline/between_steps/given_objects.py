@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.known_objects import Known
-from lightning_par.pipeline.program.read_only_inputs import memory_of
+from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.changes import Change
@@ -111,7 +111,7 @@ class Given:
         changed = {
             name: self.tensors[name].detach()
             for name, version in self._versions.items()
-            if version_of(self.tensors[name]) != version or written and memory_of(self.tensors[name]) in written
+            if version_of(self.tensors[name]) != version or written and memory_reference(self.tensors[name]) in written
         }
         return Done(self._state.left(), changed)
 

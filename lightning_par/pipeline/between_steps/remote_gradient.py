@@ -21,7 +21,7 @@ from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.tensors import make_wrapper_subclass
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.functions import FILLS, MEMORY, REDUCTIONS, SHOWS, name_of, writes
+from lightning_par.sharded.functions import FILLS, MEMORY, REDUCTIONS, SHOWS, name_of, writes, writes_into
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
@@ -213,7 +213,7 @@ def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
     if x.here is not None:
         with x.owner.unseen():  # what is written on some ranks alone
             func(x.here, *rest, **kwargs)
-    elif name in FILLS or not (writes(name) or name == "__set__"):  # the generators of all ranks stay equal
+    elif name in FILLS or not writes_into(name):  # the generators of all ranks stay equal
         func(x.empty(), *rest, **kwargs)
     if name != "__set__":
         x.owner.replicas.refresh()

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.program.tape import Absent
 from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.trial.call_context import as_around
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
-from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.functions import name_of, writes_into
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients

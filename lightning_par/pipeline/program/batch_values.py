@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.program.event_draws import Drawn, OfBatch, States, draw_again, standing
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.tensor_writes import note_write
+from lightning_par.sharded.functions import writes_into
 
 
 class BatchValues:

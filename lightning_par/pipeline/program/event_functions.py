@@ -1,4 +1,4 @@
-"""Which torch functions are events of a step, and what they do: tell a value, write into one, set a mode."""
+"""Which torch functions are events of a step, and what they do: tell a value, or set a mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lightning_par.sharded.functions import (
     SHOWS,
     VALUE_PROPERTIES,
     VIEWS,
-    writes,
 )
 
 # Functions that read only what an absent value tells, too.
@@ -57,11 +56,6 @@ def most_casts(func: Any) -> int:
     if name in _NEVER_LOWERED or is_metadata(func, name):
         return 0
     return 1 if name in LOWERED else 2
-
-
-def writes_into(name: str) -> bool:
-    """Whether a function of this name writes into its first argument; the only property that is set is ``data``."""
-    return writes(name) or name == "__set__"
 
 
 def is_setting(given: Any, result: Any) -> bool:

@@ -9,17 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.plan.stage_ranges import Cut
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_metric_call
 from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.pipeline.trial.analysis_notes import Layouts
 from lightning_par.pipeline.trial.samples.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import UnitError
-from lightning_par.pipeline.trial.step_notes import Layouts
 from lightning_par.private.graph import made_by
 from lightning_par.python_state.nested_tensors import returned_tensors
-from lightning_par.sharded.functions import HOOKS
+from lightning_par.sharded.functions import HOOKS, writes_into
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.step import Step, loss_in
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.event_draws import Drawn, PartDrawn
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.trial.deciding_numbers import Asked
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import returned_tensors
-from lightning_par.sharded.functions import HOOKS
+from lightning_par.sharded.functions import HOOKS, writes_into
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.guesses import Patterns
 from lightning_par.trial.large_values import is_large

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.functions import writes_into
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -35,7 +35,7 @@ class Lent:
 
     def give(self, tensors: Iterable[Tensor], written: Collection[StorageWeakRef] = ()) -> None:
         """A function of the model was given ``tensors`` of the batch alone, and wrote into memory."""
-        memory = {found for x in tensors if (found := memory_of(x)) is not None}
+        memory = {found for x in tensors if (found := memory_reference(x)) is not None}
         self._given |= memory
         self._written |= memory.intersection(written)
 
@@ -49,7 +49,7 @@ class Lent:
         into = [kwargs.get("out")] if "out" in kwargs else list(args[:1])
         if not (writes_into(name) or kwargs.get("inplace") is True or "out" in kwargs):
             return
-        if any(memory_of(x) in self._given for x in tensors_in(into)):
+        if any(memory_reference(x) in self._given for x in tensors_in(into)):
             raise NotImplementedError(
                 f"{user_line()}: `{name}` writes into a tensor that a module was given before, or that was logged. "
                 "Over several ranks such tensors are computed first of all. Write the function that returns a new one, "
@@ -62,14 +62,14 @@ class Lent:
         Raises:
             NotImplementedError: a module wrote into one of them.
         """
-        if self._written and any(memory_of(x) in self._written for x in tensors):
+        if self._written and any(memory_reference(x) in self._written for x in tensors):
             raise NotImplementedError(
                 f"{user_line()}: a tensor is used here into which a module wrote in place, on the rank that it is on. "
                 "Let the module work on a copy: `x = x.clone()` before it writes."
             )
 
 
-def memory_of(x: Tensor) -> StorageWeakRef | None:
+def memory_reference(x: Tensor) -> StorageWeakRef | None:
     """What says whether two tensors share memory; None for tensors that are not strided, or a transform's."""
     x = x.local if isinstance(x, ShardedTensor) else x
     if x.layout != torch.strided or in_functorch():

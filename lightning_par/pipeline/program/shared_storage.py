@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.pipeline.program.program import Key
-from lightning_par.pipeline.program.read_only_inputs import memory_of
+from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
 from lightning_par.private.operators import schema_of, written_arguments
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -55,7 +55,7 @@ class SharedStorage(TorchDispatchMode):
 
     def note_write(self, x: Tensor) -> None:
         """Something writes into ``x``."""
-        memory = memory_of(x)
+        memory = memory_reference(x)
         if memory is not None:
             self._now.add(memory)
             if memory in self.names:
@@ -63,7 +63,7 @@ class SharedStorage(TorchDispatchMode):
 
     def made(self, key: Key, x: Tensor) -> None:
         """The value ``key`` is ``x``."""
-        if (memory := memory_of(x)) is not None:
+        if (memory := memory_reference(x)) is not None:
             self.sharing[memory].append(key)
 
     def forget(self) -> None:

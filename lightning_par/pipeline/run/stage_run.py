@@ -15,7 +15,7 @@ from lightning_par.pipeline.effects.one_device_draws import stage_draws
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.batch_values import BatchValues
-from lightning_par.pipeline.program.event_functions import is_setting, writes_into
+from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
@@ -24,6 +24,7 @@ from lightning_par.pipeline.run.stage_values import StageValues
 from lightning_par.private.compiler import as_compiled
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.registered_hooks import HooksCell
+from lightning_par.sharded.functions import writes_into
 from lightning_par.sharded.rules.lookup import user_line
 
 

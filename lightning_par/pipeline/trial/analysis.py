@@ -17,11 +17,11 @@ from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.program.microbatch_values import cut_to
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.pipeline.trial.analysis_notes import AnalysisNotes
 from lightning_par.pipeline.trial.batch_event import record_on_batch
 from lightning_par.pipeline.trial.function_event import record_data, record_function
 from lightning_par.pipeline.trial.metric_event import record_metric
 from lightning_par.pipeline.trial.read_event import record_read
-from lightning_par.pipeline.trial.step_notes import StepNotes
 from lightning_par.pipeline.trial.transformed import ClosesOverModelError, Transformed
 from lightning_par.pipeline.trial.unit_event import record_unit
 from lightning_par.private.fake_tensors import unset_fake_temporarily
@@ -49,7 +49,7 @@ class ReadFirstError(BaseException):
         self.run, self.place = run, place
 
 
-class Analysis(StepNotes):
+class Analysis(AnalysisNotes):
     """Runs the step on a copy of the module whose parameters are fake, and says what becomes of each of its calls.
 
     Args:

@@ -16,13 +16,13 @@ from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight
 from lightning_par.pipeline.effects.unit_state import UnitState
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.program.read_only_inputs import memory_of
+from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.analysis_copy import Fakes, held, intercept_calls, listen
+from lightning_par.pipeline.trial.analysis_notes import Layouts
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import standing_in
-from lightning_par.pipeline.trial.step_notes import Layouts
 from lightning_par.pipeline.trial.unit_buffers import UnitBuffers
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
@@ -204,7 +204,7 @@ def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, gue
     run.guesses = guesses
     run.values.names.update(fakes.names())
     named = [*fakes.named(), *((b, name) for name, b in buffers)]
-    run.values.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
+    run.values.memory.names = {m: name for x, name in named if (m := memory_reference(x)) is not None}
     run.tries_units, run.values.started = asked.draw == 0, step.starts
     run.users = packages_of(step.module)
     run.changes = UnitChanges(copy, run.users, asked.keeps, asked.sight)

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of
-from lightning_par.pipeline.program.event_functions import is_setting, writes_into
+from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.program import StepEvent, is_located
 from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.sharded.functions import READS
+from lightning_par.sharded.functions import READS, writes_into
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.fake_functions import run_on_ones
 from lightning_par.trial.large_values import is_large, note_made

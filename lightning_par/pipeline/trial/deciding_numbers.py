@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lightning_par.trial.watched_number import WatchedNumber, plain
+from lightning_par.trial.watched_number import WatchedNumber, plain_number
 
 Place = int | str
 """Of an argument, its index or keyword; or an attribute's name."""
@@ -73,7 +73,7 @@ def _origins(numbers: Iterable[Any]) -> dict[Notice, frozenset[Place]]:
 
 def _question(function: Callable[..., Any], numbers: Iterable[Any]) -> Question:
     """What ``function`` gives of the numbers that come of others."""
-    of = [(x.value, None) if isinstance(x, _Deciding) else (None, plain(x)) for x in numbers]
+    of = [(x.value, None) if isinstance(x, _Deciding) else (None, plain_number(x)) for x in numbers]
     return lambda told: function(*(x if value is None else value(told) for value, x in of))
 
 
@@ -135,7 +135,7 @@ def asked(found: Questions) -> Asked:
 
 
 def answers(asked: Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What these arguments answer; None where there is no such number."""
+    """What these arguments answer; None where there is no such number, or no answer."""
     given: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
     told = {place: x for place, x in given if type(x) in _KINDS}
     return tuple(_answer(question, told) for question in asked)
@@ -144,5 +144,5 @@ def answers(asked: Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 def _answer(question: Question, told: Mapping[Place, Any]) -> Any:
     try:
         return question(told)
-    except (KeyError, ArithmeticError):
+    except (KeyError, ArithmeticError, TypeError, ValueError):  # of other numbers, as NaN, it may have no answer
         return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import StepEvent, is_located
-from lightning_par.pipeline.program.read_only_inputs import memory_of
+from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.call_context import told_to
 from lightning_par.pipeline.trial.fake_step import claims_size, sizing
@@ -86,7 +86,7 @@ def record_data(run: Analysis, func: Any, args: Any, inputs: list[Tensor]) -> No
             "gives a parameter another shape. Use the new value under a name of its own."
         )
     run.use_parameter(x)
-    if memory_of(value) in run.values.memory.names:
+    if memory_reference(value) in run.values.memory.names:
         run.lending.add(len(run.events))
     run.values.memory.note_write(x)
     run.keep(func, "located", inputs, x).sets = True

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.functions import writes_into
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.trial.analysis import Analysis

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.numbers_written import Memory
@@ -15,6 +14,7 @@ from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
 from lightning_par.private.graph import made_by, node_of
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
+from lightning_par.sharded.functions import writes_into
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.large_values import is_large
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import StepEvent, makers_of
 from lightning_par.python_state.nested_tensors import returned_tensors
-from lightning_par.sharded.functions import HOOKS, name_of
+from lightning_par.sharded.functions import HOOKS, name_of, writes_into
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.trial.analysis import Analysis

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.sharded import backward_reach
+from lightning_par.sharded.aliases.frames import axes_of
 from lightning_par.sharded.gradient_shares import end, unshared, watched
 from lightning_par.sharded.parts import parts_along
 from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import ShardedTensor, axes_of, full
+from lightning_par.sharded.tensor import ShardedTensor, full
 
 Axes = tuple[Axis, ...]
 

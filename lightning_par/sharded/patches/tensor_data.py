@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_par.private.tensors import set_data as plain_set_data
 from lightning_par.sharded import aliases
+from lightning_par.sharded.aliases.frames import axes_of
 from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.rules.lookup import announce_gather
-from lightning_par.sharded.tensor import ShardedTensor, axes_of, full
+from lightning_par.sharded.tensor import ShardedTensor, full
 
 
 def patch() -> Replacement:

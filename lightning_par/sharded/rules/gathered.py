@@ -15,11 +15,12 @@ from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import write_count
 from lightning_par.private.transforms import outside_transforms
 from lightning_par.sharded import aliases
+from lightning_par.sharded.aliases.frames import axes_of
 from lightning_par.sharded.functions import name_of
 from lightning_par.sharded.rules.gather_report import on_gather, user_line
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.strides import viewed
-from lightning_par.sharded.tensor import ShardedTensor, axes_of, full, moves
+from lightning_par.sharded.tensor import ShardedTensor, full, moves
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

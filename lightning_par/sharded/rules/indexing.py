@@ -11,10 +11,11 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded import aliases
+from lightning_par.sharded.aliases.frames import axes_of
 from lightning_par.sharded.rules.alias import shown
 from lightning_par.sharded.rules.lookup import moves, view
 from lightning_par.sharded.rules.strides import strides_of
-from lightning_par.sharded.tensor import ShardedTensor, axes_of, full
+from lightning_par.sharded.tensor import ShardedTensor, full
 
 
 def one_index(x: ShardedTensor, index: int) -> Any:

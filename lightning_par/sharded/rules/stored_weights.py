@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded import aliases
+from lightning_par.sharded.aliases.frames import axes_of
 from lightning_par.sharded.functions import LOWERED, PRECISIONS, name_of
 from lightning_par.sharded.rules.gathered import written
-from lightning_par.sharded.tensor import ShardedTensor, axes_of, full
+from lightning_par.sharded.tensor import ShardedTensor, full
 
 _SEE_NO_VALUE = ("detach", "_has_compatible_shallow_copy_type", "is_contiguous")
 

@@ -33,6 +33,7 @@ def test_a_whole_number_made_of_a_float_is_asked_for() -> None:
     questions: Questions = {}
     watching(lambda x: [*range(int(x))], questions)(2.5)
     assert answers(asked(questions), (3.7,), {}) == (3,)
+    assert answers(asked(questions), (float("nan"),), {}) == (None,)
 
 
 def test_what_decides_beside_an_argument_is_noted_of_both() -> None:

@@ -11,8 +11,8 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.pipeline.trial.analysis_notes import Layouts
 from lightning_par.pipeline.trial.analysis_run import AnalysisRun
-from lightning_par.pipeline.trial.step_notes import Layouts
 from lightning_par.pipeline.trial.survey import Seen, Survey, same
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.trial.guesses import EndlessError, Guesses

@@ -34,7 +34,7 @@ from lightning_par.sharded.rules.lookup import user_line
 Layouts = dict[Key, tuple[int, Positions]]
 
 
-class StepNotes(FakeRun):
+class AnalysisNotes(FakeRun):
     """A run of a step that keeps notes; `lightning_par.pipeline.trial.analysis.Analysis` decides what goes in.
 
     Args:
