@@ -31,7 +31,9 @@ from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.python_state.set_each import set_each
 from lightning_par.sequence.part import TokensPart
-from lightning_par.sharded.patches import SHARDED, STREAMS, Patches
+from lightning_par.sharded.graph_node import STAGES
+from lightning_par.sharded.patches import NODES, SHARDED, STREAMS, Patches
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.entry_points import STEPS, fetches_itself
 from lightning_par.strategies.part import Part
@@ -70,10 +72,11 @@ class StagesPart(Part):
     # --------------------------------------------------------------------------------------------------- around a run
 
     def patches(self) -> tuple[Patches, ...]:
-        return (SHARDED, STREAMS) if self.groups.pipeline.size > 1 else ()
+        return (SHARDED, STREAMS, NODES) if self.groups.pipeline.size > 1 else ()
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         if self.groups.pipeline.size > 1:
+            RunState.current.torn = STAGES
             check_run(trainer, module, self.wanted.namespace, self.wanted.asker)
 
     def listen(self, first: FirstStep) -> None:

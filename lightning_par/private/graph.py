@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.autograd.graph
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -43,6 +45,21 @@ def node_of(x: Tensor) -> Any:
     """The node of autograd's graph that made ``x`` itself, whatever its class says of ``grad_fn``."""
     attribute: Any = torch._C.TensorBase.grad_fn
     return attribute.__get__(x)
+
+
+def asker_of_node(frame: FrameType) -> FrameType:
+    """The frame of who asks for a node, which that of ``frame`` reads: of `torch.autograd.graph.get_gradient_edge`, who
+    calls it."""
+    above = frame.f_back
+    is_edge = (
+        frame.f_code is _NODE_OF
+        and above is not None
+        and above.f_code is torch.autograd.graph.get_gradient_edge.__code__
+    )
+    return above.f_back or frame if is_edge and above is not None else frame
+
+
+_NODE_OF = torch.autograd.graph._get_grad_fn_or_grad_acc.__code__
 
 
 def made_by(x: Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par.private.graph import (
     KEEPS_ARGUMENTS,
     Accumulation,
+    asker_of_node,
     at_end_of_backward,
     can_order_nodes,
     checkpoint_generator,
@@ -59,6 +61,24 @@ def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:
     made = (torch.ones(2, requires_grad=True) * 2).as_subclass(Silent)  # type: ignore[arg-type]
     assert made.grad_fn is None
     assert node_of(made) is not None
+
+
+def test_who_asks_for_a_gradient_edge_asks_for_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def grad_fn(x: torch.Tensor) -> Any:
+        asked.append(asker_of_node(sys._getframe(1)).f_code.co_name)
+        return node_of(x)
+
+    monkeypatch.setattr(torch.Tensor, "grad_fn", property(grad_fn), raising=False)
+    leaf = torch.ones(2, requires_grad=True)
+    made = leaf * 2
+    assert made.grad_fn is torch.autograd.graph.get_gradient_edge(made).node
+    torch.autograd.graph.get_gradient_edge(leaf)
+    assert {*asked} == {"test_who_asks_for_a_gradient_edge_asks_for_its_node"}
+    asked.clear()
+    torch.autograd.graph.register_multi_grad_hook((made,), lambda gradients: None)
+    assert {*asked} == {"_get_grad_fn_or_grad_acc", "register_hook"}
 
 
 def test_a_view_made_without_gradients_that_was_written_into_is_in_no_graph() -> None:
