@@ -241,6 +241,8 @@ class StagesPart(Part):
         world = self.groups.world
         wanted = 1 if self.spread.coupled else self.spread.microbatches
         verdict = agreed(world.all_gather_object(verify(engine, step, wanted, named, key), "verification"))
+        if verdict.drew is not None:
+            raise NotImplementedError(verdict.drew)
         if verdict.moved is not None:
             raise RuntimeError(
                 f"training_step gave something else in the second of two runs on the same batch: {verdict.moved}. "
