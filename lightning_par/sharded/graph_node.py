@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
-from lightning_par.private.graph import Accumulation, asker_of_node, function_of
+from lightning_par.private.graph import Accumulation, NodeStand, asker_of_node, function_of
 from lightning_par.sharded import backward_reach
 from lightning_par.sharded.parts import parts_along
 from lightning_par.sharded.run_state import RunState
@@ -53,7 +52,7 @@ def _of(node: Any, torn: str | None) -> Any:
     return _kinds[type(node)](node, torn)
 
 
-class AskedNode(Node):
+class AskedNode(NodeStand):
     """What stands for a node of autograd's graph in user code.
 
     Args:
@@ -62,14 +61,8 @@ class AskedNode(Node):
     """
 
     def __init__(self, node: Any, torn: str | None) -> None:
-        self.node, self._torn = node, torn
-
-    def name(self) -> str:
-        return cast(str, self.node.name())
-
-    @property
-    def metadata(self) -> Any:  # type: ignore[override]
-        return self.node.metadata
+        super().__init__(node)
+        self._torn = torn
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
@@ -98,31 +91,6 @@ class AskedNode(Node):
                     else "Do it in on_before_optimizer_step, or by `register_hook` of the weight."
                 )
             )
-
-    def _sequence_nr(self) -> int:
-        return cast(int, self.node._sequence_nr())
-
-    @property
-    def _input_metadata(self) -> list[Any]:
-        return cast("list[Any]", self.node._input_metadata)
-
-    def _register_hook_dict(self, tensor: Tensor) -> None:
-        self.node._register_hook_dict(tensor)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.node, name)
-
-    def __eq__(self, other: object) -> bool:
-        return self.node is (other.node if isinstance(other, AskedNode) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.node)
-
-    def __repr__(self) -> str:
-        return repr(self.node)
-
-    def __dir__(self) -> list[str]:
-        return dir(self.node)
 
 
 _kinds: Memo[type, type[AskedNode]] = Memo(lambda kind: type(kind.__name__, (AskedNode,), {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par.private.graph import (
     KEEPS_ARGUMENTS,
     Accumulation,
+    NodeStand,
     asker_of_node,
     at_end_of_backward,
     can_order_nodes,
@@ -79,6 +81,25 @@ def test_who_asks_for_a_gradient_edge_asks_for_its_node(monkeypatch: pytest.Monk
     asked.clear()
     torch.autograd.graph.register_multi_grad_hook((made,), lambda gradients: None)
     assert {*asked} == {"_get_grad_fn_or_grad_acc", "register_hook"}
+
+
+def test_what_stands_for_a_node_tells_all_of_it() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    made, seen = leaf.exp(), list[int]()
+    node: Any = made.grad_fn
+    stand = NodeStand(node)
+    assert isinstance(stand, torch.autograd.graph.Node) and stand == node and stand == NodeStand(node)
+    assert stand in {node} and repr(stand) == repr(node) and dir(stand) == sorted(dir(node))
+    for name in ("name", "_sequence_nr"):
+        assert getattr(stand, name)() == getattr(node, name)()
+    assert stand.next_functions == node.next_functions and stand.metadata is node.metadata
+    assert len(stand._input_metadata) == 1 and torch.equal(stand._saved_result, made)
+    stand.register_hook(lambda into, out: seen.append(1))
+    stand.register_prehook(lambda out: seen.append(2))
+    made._backward_hooks = OrderedDict({0: lambda grad: seen.append(3)})  # type: ignore[assignment]
+    stand._register_hook_dict(made)
+    made.sum().backward()
+    assert seen[-1] == 1 and sorted(seen)[:2] == [1, 2]
 
 
 def test_a_view_made_without_gradients_that_was_written_into_is_in_no_graph() -> None:
