@@ -48,6 +48,7 @@ CHANGING = {
     "sharded/patches/__init__.py SHARDED": "",
     "sharded/patches/__init__.py STORED": "",
     "sharded/patches/__init__.py SHARES": "",
+    "sharded/patches/__init__.py NODES": "",
     "sharded/patches/__init__.py UNFINISHED": "",
     "sharded/patches/__init__.py STREAMS": "",
     "sharded/patches/__init__.py SYNC_ADVICE": "",

@@ -24,7 +24,7 @@ from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.overlapping_parameters import overlapping
 from lightning_par.sharded.packed_parameters import packed_parameters
-from lightning_par.sharded.patches import SHARDED, SHARES, STORED, Patches
+from lightning_par.sharded.patches import NODES, SHARDED, SHARES, STORED, Patches
 from lightning_par.sharded.rules.stored_weights import gathering_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
@@ -62,7 +62,7 @@ class StoragePart(Part):
         return [self.peers, self.all]
 
     def patches(self) -> tuple[Patches, ...]:
-        return SHARDED, STORED, SHARES
+        return SHARDED, STORED, SHARES, NODES
 
     def apply(self, first: FirstStep) -> None:
         """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.

@@ -80,6 +80,7 @@ class GradientSync:
             self._find_leaves()
             self._trained = TrainedWeights(self._tree.parameters, axis)
             patches.SHARES.hold(self)
+            patches.NODES.hold(self)
             self._state.syncs.append(weakref.ref(self))
 
     def before_backward(self) -> None:
@@ -161,6 +162,7 @@ class GradientSync:
     def close(self) -> None:
         """Take the hooks off the parameters."""
         patches.SHARES.release(self)
+        patches.NODES.release(self)
         self._shares.end()
         self._state.syncs = [one for one in self._state.syncs if one() not in (None, self)]
         for handle in self._handles.values():

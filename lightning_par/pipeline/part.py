@@ -32,7 +32,9 @@ from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.python_state.set_each import set_each
 from lightning_par.sequence.part import TokensPart
-from lightning_par.sharded.patches import SHARDED, STREAMS, Patches
+from lightning_par.sharded.graph_node import STAGES
+from lightning_par.sharded.patches import NODES, SHARDED, STREAMS, Patches
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.part import Part
 from lightning_par.trial.first_step import FirstStep
@@ -69,10 +71,11 @@ class StagesPart(Part):
     # --------------------------------------------------------------------------------------------------- around a run
 
     def patches(self) -> tuple[Patches, ...]:
-        return (SHARDED, STREAMS) if self.groups.pipeline.size > 1 else ()
+        return (SHARDED, STREAMS, NODES) if self.groups.pipeline.size > 1 else ()
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         if self.groups.pipeline.size > 1:
+            RunState.current.torn = STAGES
             check_run(trainer, module, self.wanted.namespace, self.wanted.asker)
 
     def listen(self, first: FirstStep) -> None:
@@ -237,6 +240,8 @@ class StagesPart(Part):
         world = self.groups.world
         wanted = 1 if self.spread.coupled else self.spread.microbatches
         verdict = agreed(world.all_gather_object(verify(engine, step, wanted, named, key), "verification"))
+        if verdict.drew is not None:
+            raise NotImplementedError(verdict.drew)
         if verdict.moved is not None:
             raise RuntimeError(
                 f"training_step gave something else in the second of two runs on the same batch: {verdict.moved}. "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
+import torch.autograd.graph
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import Node
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -43,6 +46,74 @@ def node_of(x: Tensor) -> Any:
     """The node of autograd's graph that made ``x`` itself, whatever its class says of ``grad_fn``."""
     attribute: Any = torch._C.TensorBase.grad_fn
     return attribute.__get__(x)
+
+
+def asker_of_node(frame: FrameType) -> FrameType:
+    """The frame of who asks for a node, which that of ``frame`` reads: of `torch.autograd.graph.get_gradient_edge`, who
+    calls it."""
+    above = frame.f_back
+    is_edge = (
+        frame.f_code is _NODE_OF
+        and above is not None
+        and above.f_code is torch.autograd.graph.get_gradient_edge.__code__
+    )
+    return above.f_back or frame if is_edge and above is not None else frame
+
+
+_NODE_OF = torch.autograd.graph._get_grad_fn_or_grad_acc.__code__
+
+
+class NodeStand(Node):
+    """What stands for a node of autograd's graph; all that there is to ask of that is asked of the real one.
+
+    Args:
+        node: the real one.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def name(self) -> str:
+        return cast(str, self.node.name())
+
+    @property
+    def metadata(self) -> Any:  # type: ignore[override]
+        return self.node.metadata
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        return cast("tuple[tuple[Any, int], ...]", self.node.next_functions)
+
+    def register_hook(self, fn: Callable[..., Any]) -> Any:
+        return self.node.register_hook(fn)
+
+    def register_prehook(self, fn: Callable[..., Any]) -> Any:
+        return self.node.register_prehook(fn)
+
+    def _sequence_nr(self) -> int:
+        return order_of(self.node)
+
+    @property
+    def _input_metadata(self) -> list[Any]:
+        return cast("list[Any]", self.node._input_metadata)
+
+    def _register_hook_dict(self, tensor: Tensor) -> None:
+        self.node._register_hook_dict(tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.node is (other.node if isinstance(other, NodeStand) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.node)
+
+    def __repr__(self) -> str:
+        return repr(self.node)
+
+    def __dir__(self) -> list[str]:
+        return dir(self.node)
 
 
 def made_by(x: Tensor) -> Any:

@@ -73,11 +73,16 @@ def after_batch(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
     return {**fit_loop, BATCHES: {**progress, **counts}}
 
 
+def is_closed_within(fit_loop: Mapping[str, Any]) -> bool:
+    """Whether a run that came to its ``max_steps`` within an epoch has closed it."""
+    epoch, progress = fit_loop["epoch_progress"]["current"], fit_loop[BATCHES]
+    return epoch["processed"] == epoch["ready"] and not progress["is_last_batch"] and _done(progress["current"]) > 0
+
+
 def reopened(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
-    """The state within its epoch, where a run that came to its ``max_steps`` within one has closed it."""
-    epoch, progress = fit_loop["epoch_progress"], fit_loop[BATCHES]
-    closed = epoch["current"]["processed"] == epoch["current"]["ready"]
-    if not closed or progress["is_last_batch"] or not _done(progress["current"]):
+    """The state within its epoch, where it `is_closed_within` that."""
+    epoch = fit_loop["epoch_progress"]
+    if not is_closed_within(fit_loop):
         return {**fit_loop}
     open_epoch = {
         kind: {**counts, "processed": counts["ready"] - 1, "completed": counts["ready"] - 1}

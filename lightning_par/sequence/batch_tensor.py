@@ -8,6 +8,7 @@ activation it is sharded, along the dim that is known to be the sequence.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_par.private.transforms import in_functorch
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sequence.sequence_dim import places_of
 from lightning_par.sharded import aliases
+from lightning_par.sharded.graph_node import as_asked
 from lightning_par.sharded.rules.alias import kept
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import dispatch, run_whole
@@ -127,7 +129,7 @@ class BatchTensor(ShardedTensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return self._whole.grad_fn
+        return as_asked(self._whole.grad_fn, self._whole, sys._getframe(1))
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]

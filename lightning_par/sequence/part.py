@@ -35,7 +35,7 @@ from lightning_par.sequence.table import show_plan
 from lightning_par.sharded.functions import name_of
 from lightning_par.sharded.gradient_shares import shared_around
 from lightning_par.sharded.nested_padding import pad_as_nested
-from lightning_par.sharded.patches import SHARDED, SHARES, Patches
+from lightning_par.sharded.patches import NODES, SHARDED, SHARES, Patches
 from lightning_par.sharded.patches.module_hooks import refuse_partial_hooks
 from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.strategies.part import Part
@@ -93,7 +93,7 @@ class TokensPart(Part):
         return [self.axis, *([] if grid is None else vars(grid).values())]
 
     def patches(self) -> tuple[Patches, ...]:
-        return SHARDED, SHARES
+        return SHARDED, SHARES, NODES
 
     def make_plan(self, first: FirstStep) -> None:
         """See `Part.make_plan`.

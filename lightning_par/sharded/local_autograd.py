@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.sharded import aliases, parameter_hooks
+from lightning_par.sharded.graph_node import PARTS, as_asked
 from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.who_reads import is_inner
@@ -94,7 +95,7 @@ class LocalAutograd(torch.Tensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return self._local.grad_fn
+        return as_asked(self._local.grad_fn, self._local, sys._getframe(1), PARTS)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]

@@ -51,6 +51,7 @@ class RunState:
         gathers: how often a function without a rule gathered its arguments, by (function, file:line).
         reads: brings weights that user code reads between steps; see `lightning_par.checkpoint.weight_reads`.
         files: where what becomes whole for good goes to; see `lightning_par.mesh.host_files`.
+        torn: why a hook on a node of autograd's graph would not meet what it does on one device, whichever node.
         hooks_alone: whether a backward runs whose hooks this rank of a pipeline alone runs.
         any_gradient: whether this rank of a pipeline holds a gradient of any weight.
         lender: who shows user code weights of all stages, of which this rank has some in parts; None in a step.
@@ -83,6 +84,7 @@ class RunState:
         self.gathers: Counter[tuple[str, str]] = Counter()
         self.reads: WeightReads | None = None
         self.files: HostFiles | None = None
+        self.torn: str | None = None
         self.hooks_alone = False
         self.any_gradient: Callable[[], bool] = bool
         self.lender: Any = None

@@ -30,7 +30,14 @@ from lightning_par.resume.launched_run import (
     number_of_fit,
 )
 from lightning_par.resume.newest import Newest, newest
-from lightning_par.resume.progress import BATCHES, batches_of_epoch, in_window, is_within_batch, is_within_validation
+from lightning_par.resume.progress import (
+    BATCHES,
+    batches_of_epoch,
+    in_window,
+    is_closed_within,
+    is_within_batch,
+    is_within_validation,
+)
 from lightning_par.resume.regrouped import Regrouped, counted_anew, regrouped
 from lightning_par.resume.shared_streams import SharedStreams
 from lightning_par.resume.training_loader import Watch, watched
@@ -150,7 +157,8 @@ class ResumingMixin(RanksMixin):
         loop = checkpoint[LOOPS]["fit_loop"]
         window = saved.size // saved_size if self.lightning_module.automatic_optimization else 1
         self._after_batch = is_within_batch(loop) and not in_window(loop, window)
-        loop = counted_anew(loop, found, window, self._trainer.max_steps != -1, self._launched.restarted)
+        by_steps = self._trainer.max_steps != -1
+        loop = counted_anew(loop, found, window, by_steps, self._launched.restarted)
         place = self.groups.data.rank if saved_size == self.groups.data.size else 0
         mine = {**own["replicas"][0], **own["replicas"][place]}
         if "combined_loader" in loop["state_dict"] and mine["loaders"]:
@@ -158,7 +166,9 @@ class ResumingMixin(RanksMixin):
         checkpoint[LOOPS] = {**checkpoint[LOOPS], "fit_loop": loop}
         self._generators = mine["now"]["global"]
         batches = batches_of_epoch(loop)
-        self._begins_epoch = batches == 0 and not loop[BATCHES]["is_last_batch"]
+        # of an epoch that `max_steps` has closed Lightning counts on under others, on the next one's first batches
+        counts_on = by_steps and is_closed_within(loop)
+        self._begins_epoch = batches == 0 and not loop[BATCHES]["is_last_batch"] and not counts_on
         if not batches or mine["began"] is not None and mine["first"] is not None:
             self._position.resumed = Resumed(batches, **{name: mine[name] for name in KEPT})
 
@@ -210,7 +220,7 @@ class ResumingMixin(RanksMixin):
 
     def _batches_done(self, resumed: Resumed) -> int:
         loop = self._trainer.fit_loop
-        if loop.max_batches == float("inf"):  # fetched ahead, before the loop has seen to it
+        if loop.max_batches == float("inf") or not resumed.batches:  # fetched ahead, before the loop has seen to it
             return resumed.batches
         return int(loop.epoch_loop.batch_progress.current.ready)
 

@@ -24,6 +24,7 @@ from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.checkpoint.state_dicts import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
 from lightning_par.optim.optimizers import adopt
+from lightning_par.optim.unregistered import refuse_unregistered
 from lightning_par.pipeline.between_steps.gather_states import whole_where_held
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.lightning_modules import trainer_of
@@ -215,7 +216,10 @@ class SavingMixin(ResumingMixin):
         """Called when ``self.optimizers`` were made by the user's ``configure_optimizers``."""
         stages = self.parts.of(StagesPart)
         places = None if stages is None else stages.places()
+        module, groups = self.lightning_module, self.groups
         for optimizer in self.optimizers:
+            if module is not None and max(groups.pipeline.size, groups.data.size) > 1:
+                refuse_unregistered(optimizer, module)
             adopt(optimizer, places)
         for part in self.parts:
             for optimizer in self.optimizers:

@@ -15,7 +15,8 @@ from lightning_par.mesh.layout import Groups
 from lightning_par.sharded.nested_padding import pad_as_nested
 from lightning_par.sharded.overlapping_parameters import overlapping
 from lightning_par.sharded.packed_parameters import packed_parameters
-from lightning_par.sharded.patches import SHARDED, Patches
+from lightning_par.sharded.patches import NODES, SHARDED, Patches
+from lightning_par.sharded.patches.module_hooks import refuse_partial_hooks
 from lightning_par.sharded.user_classes import with_own_ways
 from lightning_par.sharded.whole_arguments import hand_metrics_whole_tensors
 from lightning_par.strategies.part import Part
@@ -47,7 +48,7 @@ class TensorPart(Part):
         return [tensor] if tensor.residual is None else [tensor, tensor.residual]
 
     def patches(self) -> tuple[Patches, ...]:
-        return (SHARDED,) if self.groups.tensor.size > 1 else ()
+        return (SHARDED, NODES) if self.groups.tensor.size > 1 else ()
 
     def make_plan(self, first: FirstStep) -> None:
         """See `Part.make_plan`.
@@ -66,6 +67,7 @@ class TensorPart(Part):
     def apply(self, first: FirstStep) -> None:
         if self.plan is None:
             return
+        refuse_partial_hooks(first.module)
         shard_module(first.module, self.plan, self.groups.tensor)
         hand_metrics_whole_tensors(first.module)
         self._hooks = pad_as_nested(first.module)

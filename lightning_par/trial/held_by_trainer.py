@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_par.private.modes import no_modes
 
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
 _SMALL = 1 << 16  # elements
 HELD = frozenset(("callbacks", "datamodule"))
 """The attributes of a trainer where they are."""
@@ -34,7 +34,7 @@ def set_apart(value: Any) -> Any:
 
 
 def _apart(x: Any) -> Any:
-    if type(x) in _CONTAINERS:
+    if type(x) in CONTAINERS:
         return copy.copy(x)
     if type(x) is Tensor and x.is_leaf and not x.requires_grad and x.numel() <= _SMALL:
         return x.clone()

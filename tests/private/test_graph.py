@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par.private.graph import (
     KEEPS_ARGUMENTS,
     Accumulation,
+    NodeStand,
+    asker_of_node,
     at_end_of_backward,
     can_order_nodes,
     checkpoint_generator,
@@ -60,6 +64,43 @@ def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:
     made = (torch.ones(2, requires_grad=True) * 2).as_subclass(Silent)  # type: ignore[arg-type]
     assert made.grad_fn is None
     assert node_of(made) is not None
+
+
+def test_who_asks_for_a_gradient_edge_asks_for_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def grad_fn(x: torch.Tensor) -> Any:
+        asked.append(asker_of_node(sys._getframe(1)).f_code.co_name)
+        return node_of(x)
+
+    monkeypatch.setattr(torch.Tensor, "grad_fn", property(grad_fn), raising=False)
+    leaf = torch.ones(2, requires_grad=True)
+    made = leaf * 2
+    assert made.grad_fn is torch.autograd.graph.get_gradient_edge(made).node
+    torch.autograd.graph.get_gradient_edge(leaf)
+    assert {*asked} == {"test_who_asks_for_a_gradient_edge_asks_for_its_node"}
+    asked.clear()
+    torch.autograd.graph.register_multi_grad_hook((made,), lambda gradients: None)
+    assert {*asked} == {"_get_grad_fn_or_grad_acc", "register_hook"}
+
+
+def test_what_stands_for_a_node_tells_all_of_it() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    made, seen = leaf.exp(), list[int]()
+    node: Any = made.grad_fn
+    stand = NodeStand(node)
+    assert isinstance(stand, torch.autograd.graph.Node) and stand == node and stand == NodeStand(node)
+    assert stand in {node} and repr(stand) == repr(node) and dir(stand) == sorted(dir(node))
+    for name in ("name", "_sequence_nr"):
+        assert getattr(stand, name)() == getattr(node, name)()
+    assert stand.next_functions == node.next_functions and stand.metadata is node.metadata
+    assert len(stand._input_metadata) == 1 and torch.equal(stand._saved_result, made)
+    stand.register_hook(lambda into, out: seen.append(1))
+    stand.register_prehook(lambda out: seen.append(2))
+    made._backward_hooks = OrderedDict({0: lambda grad: seen.append(3)})  # type: ignore[assignment]
+    stand._register_hook_dict(made)
+    made.sum().backward()
+    assert seen[-1] == 1 and sorted(seen)[:2] == [1, 2]
 
 
 def test_a_view_made_without_gradients_that_was_written_into_is_in_no_graph() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_par.resume.global_batch import GlobalBatch
-from lightning_par.resume.progress import batches_of_epoch
+from lightning_par.resume.progress import batches_of_epoch, is_closed_within
 from lightning_par.resume.regrouped import Regrouped, counted_anew, regrouped
 from lightning_par.resume.replica_batches import ReplicaBatches
 
@@ -128,6 +128,7 @@ def test_an_epoch_that_max_steps_closed_is_gone_on_with_after_a_restart_and_not_
         progress = found["epoch_loop.batch_progress"]
         assert not any(progress["current"].values()) and {*progress["total"].values()} == {20}
         assert batches_of_epoch(found) == 0
+    assert [*map(is_closed_within, (closed, found, over, _loop(15, 5)))] == [True, False, False, False]
     validated = _loop(20, 10, last=True)  # at the end of an epoch: the epoch's end is still to come
     assert counted_anew(validated, same, window=1) == validated
     assert counted_anew(_loop(20, 10, completed=1, last=True), same, window=1) == validated, (

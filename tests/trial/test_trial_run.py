@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_par import TensorParallelStrategy
+from lightning_par.trial.module_copy import TrainerView
 from lightning_par.trial.trial_run import record_step
 
 
@@ -192,3 +194,10 @@ def test_nothing_refers_to_the_parameters_after_a_trial() -> None:
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
     finally:
         gc.enable()
+
+
+def test_a_list_of_the_users_on_the_trainer_is_left_as_it_was() -> None:
+    trainer = SimpleNamespace(seen=[1])
+    view = TrainerView(trainer)
+    view.seen.append(2)
+    assert view.seen == [1, 2] and trainer.seen == [1]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_par.mesh.broadcast import kinds_at, send_to_all, wanted_of
 from lightning_par.mesh.known_objects import Known
+from lightning_par.pipeline.effects.backward_draws import drawing_in_backward
 from lightning_par.pipeline.effects.backward_outputs import hooks_heard
 from lightning_par.pipeline.effects.effects import log_and_say, packed_error
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
@@ -29,6 +30,7 @@ from lightning_par.pipeline.run.delivery import Turn, called_before, deliver_in_
 from lightning_par.private.graph import at_end_of_backward
 from lightning_par.python_state.changes import MappingChange
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.run_state import RunState
 
 
 class InBackward:
@@ -53,6 +55,7 @@ class InBackward:
         self._active = False
         self._changed: dict[int, Changed] = {}
         self._heard = contextlib.ExitStack()
+        self._draws = contextlib.ExitStack()
         self._own = False  # whether hooks on parameters of this rank's run, which count
 
     # ------------------------------------------------------------------------------------ the backwards of the stages
@@ -185,6 +188,9 @@ class InBackward:
         return deliver_in_turn(loss, turns, scale)
 
     def _begin_turns(self) -> None:
+        streams = RunState.current.streams
+        key = (streams.seed, streams.step, self.axis.rank, -1)
+        self._draws.enter_context(drawing_in_backward(key, "A hook on a parameter"))
         self._look()
         self._turn = self._due = self._program.stages - 1
         self._own = self._told_any = False
@@ -219,6 +225,7 @@ class InBackward:
             raise
         finally:
             self._heard.close()
+            self._draws.pop_all()  # of a backward that has ended in an error
 
     def _end_turn(self) -> None:
         self._heard.close()
@@ -236,6 +243,7 @@ class InBackward:
             self._spread_turn(Changed(""))
         if self._told_any:
             self._take_those_aside()
+        self._draws.close()
 
     def _take_those_aside(self) -> None:
         """A hook that keeps something went by what it kept: only where it counts that was one device's."""

@@ -10,7 +10,7 @@ as a whole runs on one rank alone, so it must not draw from them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -99,7 +99,7 @@ def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[
         what: the torch function or module that is about to run; one that draws nothing costs nothing.
     """
     draws = what.training if isinstance(what, nn.Module) else getattr(what, "__name__", "") in DRAWS
-    return _drawing(key) if draws else contextlib.nullcontext()
+    return keyed(key) if draws else contextlib.nullcontext()
 
 
 class Draws:
@@ -144,7 +144,8 @@ class Draws:
 
 
 @contextlib.contextmanager
-def _drawing(key: Sequence[int]) -> Any:
+def keyed(key: Sequence[int]) -> Iterator[None]:
+    """As `drawing`, whatever runs inside."""
     seed = mix(*key)
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # to ask for its state would start it
     state = torch.get_rng_state()

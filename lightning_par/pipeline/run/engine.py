@@ -87,6 +87,7 @@ class Engine:
         self.overwritten: frozenset[str] = frozenset()  # by that step: parameters, and buffers within units
         self.update_weights: Callable[[Sequence[UpdateCall]], None] = _no_updates
         self.skips = False  # whether that step returns no loss
+        self.drew: list[str] = []  # what has drawn in backwards of which nothing is kept, and may not
         self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_par.pipeline.effects.backward_draws import drawing_in_backward
 from lightning_par.pipeline.effects.backward_outputs import hooks_heard, refuse_unforeseen
 from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.effects.logged_outputs import Unheard, silent
@@ -69,6 +70,7 @@ class ForwardBackward:
         self.inner_state, self.in_backward = engine.inner_state, engine.in_backward
         self._advise = partial(_alone, engine.axis.rank)
         self._unforeseen = Unheard(refuse_unforeseen)
+        self._drew = engine.drew if rehearses else None  # else what draws and may not is refused there
         self._effects: Effects | None = None  # what the step did, once all forwards have run
 
     def run(self) -> Effects:
@@ -181,7 +183,9 @@ class ForwardBackward:
         self.apart.in_backward()
         if self.finals is not None:
             self.finals.begin(action)
-        with self._keeping(action), Stopping(self._advise):
+        key = (*self.key, action.microbatch, ord(action.op), -1 - action.stage)  # forwards have events from 0 there
+        draws = drawing_in_backward(key, f"A hook or an autograd function in stage {action.stage}", self._drew)
+        with self._keeping(action), Stopping(self._advise), draws:
             self.crossing.backward(action.op, action.stage, action.microbatch, once=self.meets)
         if self.finals is not None:
             self.finals.end(action)

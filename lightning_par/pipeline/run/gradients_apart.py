@@ -29,6 +29,7 @@ class GradientsApart(contextlib.AbstractContextManager["GradientsApart"]):
         note: called with each parameter whenever a backward has added to its gradient.
         began: called with what was in ``.grad`` once this is put aside for the first time.
         cut: whether a forward runs once for each of several microbatches.
+        stored: leaves beside ``parameters`` that have what earlier steps left, as parts of weights that these are.
 
     Example::
 
@@ -47,8 +48,10 @@ class GradientsApart(contextlib.AbstractContextManager["GradientsApart"]):
         note: Callable[[Tensor], None] | None = None,
         began: Callable[[Sequence[Tensor | None]], None] | None = None,
         cut: bool = False,
+        stored: Sequence[Tensor] = (),
     ) -> None:
         self._parameters, self._note, self._began, self._cut = parameters, note, began, cut
+        self._stored = stored
         self._earlier: list[Tensor | None] = []
         self._own: list[Tensor | None] | None = None  # while a forward runs after a backward
         self._apart = self._begun = False
@@ -104,7 +107,7 @@ class GradientsApart(contextlib.AbstractContextManager["GradientsApart"]):
 
     def _seen(self) -> list[tuple[int, int] | None]:
         """Which gradients are there, and how often they were written to."""
-        grads = [*map(_grad, self._parameters)]
+        grads = [*map(_grad, self._parameters), *map(_grad, self._stored)]
         if not any(g is not None for g in grads):
             return []
         return [None if g is None else (id(g), write_count(g)) for g in grads]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.accumulated_gradients import AccumulatedGradients
@@ -85,8 +86,10 @@ class StepGradients:
             note = partial(note_last, self._order)
         parameters, began = [*self._named.values()], None if self._earlier is None else self._begun
         cut = len(self._ready.parts) > 1
+        weights = self._engine.programs.tree.parameters() if cut else []
+        stored = [leaf(p) for _, p in weights if isinstance(p, Stored)]
         with (
-            GradientsApart(parameters, note, began, cut) as apart,
+            GradientsApart(parameters, note, began, cut, stored) as apart,
             gradient_shares.unshared(),
             contextlib.ExitStack() as self._watched,
         ):

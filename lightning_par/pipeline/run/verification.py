@@ -48,11 +48,13 @@ class CutVerdict:
         moved: the first value that two runs on the same batch do not share.
         mixed: the first value that is another when the batch is cut.
         unlike: in words, which parameter has a gradient that has none on one device, or none that has one.
+        drew: in words, what has drawn in backward, where draws are to be one device's.
     """
 
     moved: str | None = None
     mixed: str | None = None
     unlike: str | None = None
+    drew: str | None = None
 
 
 def verify(
@@ -83,7 +85,7 @@ def verify(
     moved = difference(1)
     cut = None if count == 1 else difference(count)  # all ranks run it, whatever differs on one
     mixed = None if moved else cut
-    return CutVerdict(moved, mixed, _unlike(engine, step, whole, whole_batch))
+    return CutVerdict(moved, mixed, _unlike(engine, step, whole, whole_batch), next(iter(engine.drew), None))
 
 
 def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str | None:
@@ -202,4 +204,5 @@ def agreed(verdicts: Sequence[CutVerdict]) -> CutVerdict:
         next((v.moved for v in verdicts if v.moved), None),
         next((v.mixed for v in verdicts if v.mixed), None),
         next((v.unlike for v in verdicts if v.unlike), None),
+        next((v.drew for v in verdicts if v.drew), None),
     )

@@ -15,7 +15,7 @@ from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_draws import PartDrawn
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
-from lightning_par.pipeline.program.read_only_inputs import Lent, memory_of
+from lightning_par.pipeline.program.read_only_inputs import Lent, memory_reference
 from lightning_par.pipeline.program.routes import Use
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_context import modes_around
@@ -187,7 +187,7 @@ class AnalysisNotes(FakeRun):
     def note_stand_in(self, fake: Tensor, name: str) -> None:
         """``fake`` stands for the buffer ``name`` of a unit, as other fakes do for parameters."""
         self.values.names[id(fake)] = name
-        if (memory := memory_of(fake)) is not None:
+        if (memory := memory_reference(fake)) is not None:
             self.values.memory.names[memory] = name
 
     def tell(self, value: Any) -> list[Tensor]:

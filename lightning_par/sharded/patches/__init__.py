@@ -15,6 +15,7 @@ them: `lightning_par.sharded.patches.installed`.
     compiled_graphs: what ``torch.compile`` does with sharded tensors
     backward: `torch.autograd.backward` and `torch.autograd.grad`
     gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
+    graph_nodes: ``x.grad_fn``
     kept_weights: ``nn.Module.register_parameter``
     device_counts: `Trainer.num_devices`
     dummy_experiments: what Lightning gives ranks that log nothing
@@ -76,6 +77,12 @@ def _for_gradient_shares() -> Iterable[Patch]:
     return *backward.patches(), *gradient_hooks.patches()
 
 
+def _for_graph_nodes() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import graph_nodes
+
+    return (graph_nodes.patch(),)
+
+
 def _for_unfinished_gradients() -> Iterable[Patch]:
     from lightning_par.sharded.patches import looked_at_gradients
 
@@ -115,6 +122,9 @@ STORED = Patches(_for_stored_weights)
 SHARES = Patches(_for_gradient_shares)
 """For backwards after which ranks sum up, or average, gradients."""
 
+NODES = Patches(_for_graph_nodes)
+"""For graphs that a rank has in part, or whose gradients are synced."""
+
 UNFINISHED = Patches(_for_unfinished_gradients)
 """While ranks have shares of gradients that user code may look at."""
 
@@ -153,6 +163,7 @@ def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
         SHARDED,
         STORED,
         SHARES,
+        NODES,
         UNFINISHED,
         STREAMS,
         SYNC_ADVICE,

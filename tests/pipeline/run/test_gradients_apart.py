@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from lightning_par import HybridParallelStrategy
+from lightning_par.pipeline.run.gradients_apart import GradientsApart
 from lightning_par.sharded.patches import STORED
+from tests.helpers import surface
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
@@ -141,6 +145,32 @@ def test_gradients_that_come_otherwise_are_refused_on_all_ranks(pool: Pool, row:
     kind, microbatches, words = REFUSED[row]
     for message in pool.run(2, _fit, kind, microbatches):
         assert isinstance(message, str) and all(word in message for word in words), message
+
+
+def test_what_earlier_batches_left_in_parts_of_weights_is_watched() -> None:
+    whole, part = (torch.ones(2, requires_grad=True) for _ in range(2))
+    part.grad = torch.ones(2)
+    with GradientsApart([whole], cut=True, stored=[part]) as apart:
+        apart.in_backward()
+        apart.in_forward()
+        part.grad.mul_(0.5)
+        with pytest.raises(NotImplementedError, match="once for each microbatch"):
+            apart.in_backward()
+
+
+def _fit_stored(kind: type[Net]) -> Any:
+    strategy = HybridParallelStrategy(pipeline_parallel_size=2, data_parallel="fsdp", microbatches=4)
+    t = surface.trainer([], must_split=False, strategy=strategy, max_epochs=2, accumulate_grad_batches=3)
+    try:
+        t.fit(kind(), loader(28))
+    except (NotImplementedError, RuntimeError) as error:
+        return str(error)
+
+
+@slow()
+def test_a_layer_that_changes_gradients_of_stored_weights_for_each_microbatch_is_refused(pool: Pool) -> None:
+    found = pool.run(4, _fit_stored, Halves)
+    assert all(found) and any("once for each microbatch" in x for x in found), found
 
 
 class Retains(Net):
