@@ -40,6 +40,8 @@ CHANGING = {
     "mesh/world_groups.py _of_world": "groups, which end with their world, and on which nothing is written",
     "mesh/world_groups.py _on_host": "which of these groups has the same ranks as another",
     "mesh/positions.py _alive": "equal positions are one object, as long as somebody holds it",
+    "python_state/global_generators.py NUMPY": "where numpy's generator stands, of which there is one",
+    "python_state/global_generators.py PYTHON": "where that of `random` stands, of which there is one",
     "python_state/iterators.py Replay.of": "who stands for one of Python's iterators, as long as somebody holds it",
     "absent/deferred/history.py _serials": "numbers for an order",
     "sharded/rules/lookup.py RULES": "filled while the rules are imported",
@@ -89,11 +91,11 @@ class Sources:
     def __init__(self, root: Path) -> None:
         self.trees = {str(path.relative_to(root)): tree for path, tree in trees_in(root).items()}
         self.held = {path: dict(assigned(tree.body)) for path, tree in self.trees.items()}
-        self.classes: dict[str, tuple[str, ast.ClassDef]] = {}
+        self.classes: dict[str, dict[str, ast.ClassDef]] = {}  # by name, then by path: names are used again
         for path, tree in self.trees.items():
             for node in tree.body:
                 if isinstance(node, ast.ClassDef):
-                    self.classes[node.name] = path, node
+                    self.classes.setdefault(node.name, {})[path] = node
 
     def is_memo(self, path: str, name: str) -> bool:
         value = self.held[path].get(name)
@@ -112,9 +114,9 @@ class Sources:
             return False
         if last(value) in ("local", "count"):
             return True
-        _, kind = self.classes.get(last(value), ("", None))
-        frozen = kind is None or any("frozen=True" in ast.unparse(x) for x in kind.decorator_list)
-        return not frozen and kind is not None and kind.name != "Memo" and bool(kind.body[1:])
+        kinds = self.classes.get(last(value), {}).values() if last(value) != "Memo" else ()
+        frozen = ("frozen=True" in "".join(map(ast.unparse, kind.decorator_list)) for kind in kinds)
+        return any(not fixed and kind.body[1:] for kind, fixed in zip(kinds, frozen))
 
     def _changed_in(self, path: str, tree: ast.Module) -> Iterator[str]:
         imported = dict(_imports(tree))
@@ -137,9 +139,9 @@ class Sources:
         home, name = imported.get(target.id, (path, target.id))
         if not name:  # a module, of which a name is written to
             name = way.pop(0)
-        kind = self.classes.get(name)
-        if kind is not None and kind[0] == home:  # of an object that a class holds the object itself is written to
-            held = way[0] in dict(assigned(kind[1].body)) and not any(way[1:])
+        kind = self.classes.get(name, {}).get(home)
+        if kind is not None:  # of an object that a class holds the object itself is written to
+            held = way[0] in dict(assigned(kind.body)) and not any(way[1:])
             return f"{home} {name}.{way[0]}" if held else None
         known = name in self.held.get(home, {})
         return f"{home} {name}" if known and not self.is_memo(home, name) else None

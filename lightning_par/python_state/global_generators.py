@@ -11,8 +11,8 @@ import numpy as np
 from lightning_par.private.generator_memory import memory_of_numpy, memory_of_random
 
 
-class Standing:
-    """Where one of the global generators stands, which it is asked once as long as it stands there.
+class GlobalGenerator:
+    """One of the global generators, asked for its state once as long as it stands there.
 
     Args:
         memory: of the generator.
@@ -47,8 +47,8 @@ class Standing:
             self._known = self._memory(), state
 
 
-NUMPY = Standing(memory_of_numpy, lambda: np.random.get_state(), lambda state: np.random.set_state(state))
-PYTHON = Standing(memory_of_random, lambda: random.getstate(), lambda state: random.setstate(state))
+NUMPY = GlobalGenerator(memory_of_numpy, lambda: np.random.get_state(), lambda state: np.random.set_state(state))
+PYTHON = GlobalGenerator(memory_of_random, lambda: random.getstate(), lambda state: random.setstate(state))
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lightning_par.python_state.global_generators import NUMPY, PYTHON, Standing, are_same
+from lightning_par.python_state.global_generators import NUMPY, PYTHON, GlobalGenerator, are_same
 
-_KINDS: dict[str, tuple[Standing, Callable[[], float], Callable[[], object]]] = {
+_KINDS: dict[str, tuple[GlobalGenerator, Callable[[], float], Callable[[], object]]] = {
     "numpy": (NUMPY, np.random.randn, np.random.get_state),
     "random": (PYTHON, lambda: random.gauss(0.0, 1.0), random.getstate),
 }
