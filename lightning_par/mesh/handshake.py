@@ -192,5 +192,6 @@ def _other_order(me: int, about: str, rank: int, of: str) -> str:
     return (
         f"At {user_line()} rank {me} comes to {about or 'a tensor without a name'}, while rank {rank} comes to "
         f"{of or 'one without a name'}: ranks must come to sharded tensors in one order, and over a set, for one, each "
-        "process has its own. Write `for name in sorted(names)`, or go through `self.named_parameters()`."
+        "process has its own. Write `for name in sorted(names)`, or go through `self.named_parameters()`. What one "
+        "rank alone does, as under `if self.trainer.is_global_zero`, must not come to them: ask on all ranks before."
     )

@@ -46,6 +46,12 @@ class WeightClasses:
             self._hide_each()
 
     def _show_each(self, plain: list[type]) -> None:
+        for before, now in zip(self._plain, plain):
+            if issubclass(before, Elsewhere) and not issubclass(now, Elsewhere):
+                raise NotImplementedError(
+                    f"A step sets the `__class__` of a parameter to {now.__name__}, where another stage of the "
+                    "pipeline has it. Set it between steps, as in on_train_batch_start, where it is set on all ranks."
+                )
         for p in self._weights:
             if isinstance(p, ShardedTensor):  # other code asks for its very class
                 p._lender = self._owner  # type: ignore[attr-defined]

@@ -98,7 +98,9 @@ class Programs:
                 raise RuntimeError(
                     f"{step.name} does something else each time it runs, first at {self._matching.change}. "
                     f"{self.stages.ranks} ranks that share the model can't follow that: what a step does must depend "
-                    "on the batch, the module's attributes and random numbers of torch, numpy or `random` alone."
+                    "on the batch, the module's attributes and random numbers of torch, numpy or `random` alone. What "
+                    "goes by gradients or by an optimizer's state, or makes parameters, is for hooks between steps, as "
+                    "on_train_batch_start."
                 )
             if first:  # on all ranks: what a layer does may go by buffers that one of them holds
                 self.hooks.meeting("met a kind of batch for the first time", "Give all ranks the same batches.")

@@ -85,6 +85,25 @@ def test_a_class_that_is_set_between_steps_is_one_devices(pool: Pool) -> None:
     assert found["classes"].count("Plainer") == 4 and found["classes"].count("Scaled") == 1
 
 
+class SetsInStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            for p in self.parameters():
+                p.__class__ = Plainer
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_refused(kind: type[Net]) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        trainer().fit(kind(), loader(12))
+    return str(caught.value)
+
+
+def test_a_class_that_a_step_sets_is_refused(pool: Pool) -> None:
+    for message in pool.run(2, _fit_refused, SetsInStep):
+        assert "sets the `__class__` of a parameter to Plainer, where another stage" in message
+
+
 class Kept(Net):
     """Of a class of its own, where no code goes by it."""
 
