@@ -20,7 +20,7 @@ from lightning_par.dry.counts import CountMixin, Counts, StepEndedError
 from lightning_par.dry.strategy import dry
 from lightning_par.dry.weights import build_deferred
 from lightning_par.dry.world import make_environment, world_of
-from lightning_par.planner.given_batch import read_batch
+from lightning_par.planner.recording.given_batch import read_batch
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, copyable_fakes
 from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import last_of, line_of

@@ -22,7 +22,7 @@ from lightning_par.dry.weights import give_fakes
 from lightning_par.fsdp.part import StoragePart
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients
-from lightning_par.planner.live_bytes import LiveBytes
+from lightning_par.planner.memory.live_bytes import LiveBytes
 from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.sharded.overlapping_parameters import overlapping

@@ -1,10 +1,13 @@
 """Look before you launch: which layouts fit a module on a machine, and how fast each would be.
 
-`build` makes the module without memory; `recorded` runs its step once on fake tensors, with `notes` of what autograd
-keeps; `profile` turns that into `operations` of units for one size of the tensor axis. `unit_cost` prices a unit on a
-machine (`machines`, `kernels`, `links`, `moved`, `kept_memory`), `predict` a layout of all units (`layouts`, `stages`,
-`pipeline_time`, `optimizer_state`, `precisions`). `search` tries all layouts, `advice` says what would help where none
-fits, `report` shows it, `command` is the command line.
+    recording/: the module is built without memory, its step runs once on fakes, and what its units compute is profiled
+    replay/:    its functions run again by the rules of sharded tensors, as one rank of a layout runs them
+    machine/:   what devices and links do, of data sheets or of the machine at hand
+    times/, memory/, messages/: seconds, bytes of live tensors and bytes sent, of a layout
+    layouts/:   which there are, and the search for those that are worth a look
+
+`planner` holds a module recorded once, `predict` prices one layout of it, `advice` says what helps where none fits,
+`report` shows it, `command` is the command line, `at_launch` plans a run that has begun.
 
 How far predictions are from published runs: ``python -m tests.planner.published``.
 """
@@ -65,8 +68,8 @@ def plan(
         plan = lightning_par.plan(MyModule, batch, "8xH100", devices=1024, precision="bf16-mixed")
         print(plan)
     """
-    from lightning_par.planner.clipped import read_clip
     from lightning_par.planner.make_plan import make_plan
+    from lightning_par.planner.messages.clipped import read_clip
 
     return make_plan(
         module, batch, machine, devices, layout, precision, global_batch, recompute, eager, accumulate_grad_batches,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_par.planner.candidate import Candidate
+from lightning_par.planner.layouts.candidate import Candidate
+from lightning_par.planner.layouts.search import any_fits
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.prediction import Prediction
-from lightning_par.planner.search import any_fits
 from lightning_par.strategies.startup_table import bytes_text
 
 _MOST = 2**20  # devices

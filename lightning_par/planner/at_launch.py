@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.planner.candidates import Launched
-from lightning_par.planner.clipped import Clip
-from lightning_par.planner.machines import PRESETS, Machine, read_machine
+from lightning_par.planner.layouts.candidates import Launched
+from lightning_par.planner.layouts.search import search
+from lightning_par.planner.machine.machines import PRESETS, Machine, read_machine
+from lightning_par.planner.messages.clipped import Clip
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.report import named
-from lightning_par.planner.search import search
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.strategies.startup_table import bytes_text
 

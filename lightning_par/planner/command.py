@@ -55,7 +55,7 @@ def show_plan(asked: Namespace) -> int:
     precision, devices, accumulated = asked.precision, asked.devices, None
     clip, algorithm = asked.gradient_clip_val, asked.gradient_clip_algorithm
     from lightning_par.planner import plan
-    from lightning_par.planner.given_batch import is_datamodule
+    from lightning_par.planner.recording.given_batch import is_datamodule
 
     made: Any = load(asked.module) if asked.module else None
     batch = load(asked.batch) if asked.batch else None
@@ -98,7 +98,7 @@ def _without(config: str | None, missing: list[str]) -> str:
 
 def _saved(machine: str, devices: int | None, path: str) -> str:
     """``path``, to which the machine was written; it is measured once."""
-    from lightning_par.planner.machines import machine_yaml, read_machine
+    from lightning_par.planner.machine.machines import machine_yaml, read_machine
 
     if not path.endswith((".yaml", ".yml")):
         raise ValueError(f"--save-machine {path}: a machine is a YAML. Write {path}.yaml.")

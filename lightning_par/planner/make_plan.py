@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_par.planner.advice import advise, advise_one
-from lightning_par.planner.by_hand import refuse_of_trainer
-from lightning_par.planner.candidates import RuledOut
-from lightning_par.planner.clipped import Clip
-from lightning_par.planner.given_batch import read_batch
-from lightning_par.planner.machines import read_machine
+from lightning_par.planner.layouts.candidates import RuledOut
+from lightning_par.planner.layouts.search import told
+from lightning_par.planner.machine.machines import read_machine
+from lightning_par.planner.messages.clipped import Clip
 from lightning_par.planner.planner import Planner
-from lightning_par.planner.replay_run import UntoldError
+from lightning_par.planner.recording.by_hand import refuse_of_trainer
+from lightning_par.planner.recording.given_batch import read_batch
+from lightning_par.planner.replay.replay_run import UntoldError
 from lightning_par.planner.report import Plan, named
-from lightning_par.planner.search import told
 
 RECOMPUTES = ("none", "selective", "full")
 

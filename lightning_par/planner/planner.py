@@ -11,30 +11,30 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.check_run import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.plan.units import walk
-from lightning_par.planner.batch_sizes import count_tokens, first_samples
-from lightning_par.planner.build import build_module, build_with_values
-from lightning_par.planner.by_hand import optimizes_by_hand, refuse_of_trainer
-from lightning_par.planner.candidate import Candidate, read_candidate
-from lightning_par.planner.clipped import Clip
-from lightning_par.planner.given_batch import Given
-from lightning_par.planner.held_values import record_with_held
-from lightning_par.planner.local_work import Recompute
-from lightning_par.planner.machines import Machine
-from lightning_par.planner.make_profile import make_profile
-from lightning_par.planner.optimizer_state import optimizer_state
-from lightning_par.planner.precisions import read_precision
+from lightning_par.planner.layouts.candidate import Candidate, read_candidate
+from lightning_par.planner.layouts.stage_trial import ASKER, Staged, StageTrial
+from lightning_par.planner.machine.machines import Machine
+from lightning_par.planner.machine.precisions import read_precision
+from lightning_par.planner.memory.weight_copies import sharing_stages
+from lightning_par.planner.messages.clipped import Clip
 from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
-from lightning_par.planner.profile import Profile
-from lightning_par.planner.record import record
-from lightning_par.planner.recorded import RecordedStep, casting
-from lightning_par.planner.replay import replay
-from lightning_par.planner.replay_run import Place, StageReplay
-from lightning_par.planner.stage_trial import ASKER, Staged, StageTrial
-from lightning_par.planner.stages import StageCut, cut_stages
-from lightning_par.planner.storage import Storage
+from lightning_par.planner.recording.batch_sizes import count_tokens, first_samples
+from lightning_par.planner.recording.build import build_module, build_with_values
+from lightning_par.planner.recording.by_hand import optimizes_by_hand, refuse_of_trainer
+from lightning_par.planner.recording.given_batch import Given
+from lightning_par.planner.recording.held_values import record_with_held
+from lightning_par.planner.recording.make_profile import make_profile
+from lightning_par.planner.recording.optimizer_state import optimizer_state
+from lightning_par.planner.recording.profile import Profile
+from lightning_par.planner.recording.record import record
+from lightning_par.planner.recording.recorded import RecordedStep, casting
+from lightning_par.planner.recording.stages import StageCut, cut_stages
+from lightning_par.planner.replay.replay import replay
+from lightning_par.planner.replay.replay_run import Place, StageReplay
+from lightning_par.planner.replay.storage import Storage
+from lightning_par.planner.times.local_work import Recompute
 from lightning_par.planner.unknowns import unknowns
-from lightning_par.planner.weight_copies import sharing_stages
 from lightning_par.private.pytree import tree_map
 from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.tensor.plan import Dealt, deal

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
-from lightning_par.planner.candidate import Candidate
-from lightning_par.planner.clipped import norm_seconds
-from lightning_par.planner.layout_work import LayoutWork
-from lightning_par.planner.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
+from lightning_par.planner.layouts.candidate import Candidate
+from lightning_par.planner.memory.rank_memory import rank_memory
+from lightning_par.planner.messages.clipped import norm_seconds
+from lightning_par.planner.messages.rank_bytes import ByRank, Sender
 from lightning_par.planner.prediction import PlannedRun, Prediction
-from lightning_par.planner.profile import Profile
-from lightning_par.planner.rank_bytes import ByRank, Sender
-from lightning_par.planner.rank_memory import rank_memory
+from lightning_par.planner.recording.profile import Profile
+from lightning_par.planner.times.layout_work import LayoutWork
+from lightning_par.planner.times.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
 
 
 def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rough: bool = False) -> Prediction:
@@ -22,7 +22,7 @@ def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rou
         profile: of the step over as many ranks of the tensor axis as the candidate has.
         one: the layout.
         run: what is the same for all layouts.
-        sent: what a rank sends along the tensor and sequence axes; see `lightning_par.planner.rank_bytes.Sender`.
+        sent: what a rank sends along the tensor and sequence axes; a `Sender` of `rank_bytes`.
         rough: go by formulas for the schedule, in place of running it on paper.
     """
     work, stages = LayoutWork(profile, one, run), profile.stages

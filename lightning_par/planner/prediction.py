@@ -8,12 +8,12 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from lightning_par.planner.candidate import Candidate
-from lightning_par.planner.local_work import Recompute
-from lightning_par.planner.machines import Machine
-from lightning_par.planner.optimizer_state import OptimizerState
-from lightning_par.planner.precisions import Precision
-from lightning_par.planner.uses import Use
+from lightning_par.planner.layouts.candidate import Candidate
+from lightning_par.planner.machine.machines import Machine
+from lightning_par.planner.machine.precisions import Precision
+from lightning_par.planner.recording.optimizer_state import OptimizerState
+from lightning_par.planner.recording.uses import Use
+from lightning_par.planner.times.local_work import Recompute
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HeldBytes:
 
 
 class EachRank(Protocol):
-    """What each rank holds, and sends in a step of the optimizer by axis; see `lightning_par.planner.rank_bytes`."""
+    """What each rank holds, and sends in a step of the optimizer by axis; see `messages/rank_bytes.py`."""
 
     def held(self, pipeline: int, tensor: int, replica: int) -> HeldBytes: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_par.planner.clipped import clips_itself
+from lightning_par.planner.messages.clipped import clips_itself
 
 if TYPE_CHECKING:
     from lightning_par.planner.planner import Planner

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_par.pipeline.part import StagesPart
-from lightning_par.planner.clipped import read_clip
-from lightning_par.planner.machines import read_machine
+from lightning_par.planner.machine.machines import read_machine
+from lightning_par.planner.messages.clipped import read_clip
 from lightning_par.planner.planner import Planner
 from lightning_par.python_state import generators
 from lightning_par.trace.breakdown import BUBBLE, COMPUTE, EXPOSED

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_par import HybridParallelStrategy
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.ledger import ledger
-from lightning_par.planner.clipped import read_clip
-from lightning_par.planner.machines import read_machine
+from lightning_par.planner.machine.machines import read_machine
+from lightning_par.planner.messages.clipped import read_clip
 from lightning_par.planner.planner import Planner
 from lightning_par.sharded.tensor import leaf
 from tests.helpers.models import MODELS

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_par.planner.machines import Machine
+from lightning_par.planner.machine.machines import Machine
 from tests.planner.published import layout_of, measured_time, planner_of, rows
 
 HELD_BACK = Path(__file__).with_name("held_back.json")

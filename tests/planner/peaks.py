@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
-from lightning_par.planner.machines import read_machine
+from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.models import MODELS

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_par.planner.machines import read_machine
+from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.prediction import Prediction
 from tests.planner.models import GPT, Llama

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_par.planner import plan
-from lightning_par.planner.machines import PRESETS, machine_yaml, read_machine
+from lightning_par.planner.layouts.search import MOST_OFF, OFF, _roughly
+from lightning_par.planner.machine.machines import PRESETS, machine_yaml, read_machine
 from lightning_par.planner.planner import Planner
-from lightning_par.planner.search import MOST_OFF, OFF, _roughly
 from lightning_par.strategies.startup_table import bytes_text
 from tests.helpers.slow import slow
 from tests.planner.models import GPT

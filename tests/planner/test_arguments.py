@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_par.planner import plan
-from lightning_par.planner.candidate import read_candidate
-from lightning_par.planner.machines import PRESETS, read_machine
-from lightning_par.planner.precisions import read_precision
+from lightning_par.planner.layouts.candidate import read_candidate
+from lightning_par.planner.machine.machines import PRESETS, read_machine
+from lightning_par.planner.machine.precisions import read_precision
 from tests.helpers.differences import differences
 from tests.helpers.models import MODELS
 from tests.helpers.slow import slow

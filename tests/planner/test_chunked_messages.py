@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_par.planner.machines import read_machine
+from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from tests.helpers.slow import slow
 from tests.planner.published import measured_time, predicted, rows

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.__main__ import main
 from lightning_par.planner.cli_config import read_config
-from lightning_par.planner.given_batch import read_batch
+from lightning_par.planner.recording.given_batch import read_batch
 
 
 class Layers(LightningModule):

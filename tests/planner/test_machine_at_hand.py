@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 
 from lightning_par.pipeline.plan.schedule import make_schedule
 from lightning_par.pipeline.simulate import UNIT_COST, simulate
-from lightning_par.planner.machines import Link, Machine, machine_yaml, read_machine
-from lightning_par.planner.overheads import Overhead, Overheads
+from lightning_par.planner.machine.machines import Link, Machine, machine_yaml, read_machine
+from lightning_par.planner.machine.overheads import Overhead, Overheads
+from lightning_par.planner.machine.probe import measure
 from lightning_par.planner.planner import Planner
-from lightning_par.planner.probe import measure
-from lightning_par.planner.shared_cores import simulate_shared
+from lightning_par.planner.times.shared_cores import simulate_shared
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.planner.marked import CASES, compare

@@ -7,8 +7,8 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from lightning_par.planner.notes import in_variables
-from lightning_par.planner.record import record
+from lightning_par.planner.recording.notes import in_variables
+from lightning_par.planner.recording.record import record
 
 
 def test_tensors_are_held_by_variables_and_by_what_these_hold() -> None:

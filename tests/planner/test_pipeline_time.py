@@ -6,7 +6,7 @@ import pytest
 
 from lightning_par.pipeline.plan.schedule import check
 from lightning_par.pipeline.simulate import bubble, simulate
-from lightning_par.planner.pipeline_time import (
+from lightning_par.planner.times.pipeline_time import (
     StageTime,
     in_flight,
     pipeline_time,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
-from lightning_par.planner import replay_run
-from lightning_par.planner.build import build_module
+from lightning_par.planner.recording.build import build_module
+from lightning_par.planner.replay import replay_run
 from lightning_par.planner.report import Plan
 from lightning_par.private.fake_tensors import WITHOUT_VALUE
 from lightning_par.trial.fake_functions import run_on_fakes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
 from lightning_par.pipeline.trial.samples import by_sample
-from lightning_par.planner import pipelines
+from lightning_par.planner.layouts import pipelines
 from tests.helpers.slow import slow
 
 PIPE = {"pipeline_parallel_size": 2, "microbatches": 4}

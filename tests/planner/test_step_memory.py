@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_par.pipeline.plan.schedule import make_schedule
-from lightning_par.planner.stage_trace import StageTrace, Taken, Trace, TraceRecorder
-from lightning_par.planner.step_memory import Averaged, StepEnd, order_of, peak_of
+from lightning_par.planner.memory.stage_trace import StageTrace, Taken, Trace, TraceRecorder
+from lightning_par.planner.memory.step_memory import Averaged, StepEnd, order_of, peak_of
 
 KEPT, TAKEN, MADE = 100, 10, 7
 

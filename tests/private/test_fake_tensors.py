@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_par.planner.live_bytes import LiveBytes
+from lightning_par.planner.memory.live_bytes import LiveBytes
 from lightning_par.private import fake_tensors
 from lightning_par.private.fake_tensors import (
     WITHOUT_VALUE,

@@ -16,7 +16,7 @@ from lightning_par import AutoParallelStrategy, HybridParallelStrategy
 from lightning_par.checkpoint.files import make_checkpoint_io, save
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.planner.at_launch import Choice, preset_of
-from lightning_par.planner.machines import machine_yaml
+from lightning_par.planner.machine.machines import machine_yaml
 from lightning_par.strategies.presets.auto import KEPT
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS

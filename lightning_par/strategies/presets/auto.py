@@ -192,7 +192,7 @@ class AutoParallelMixin(HybridParallelMixin):
     def _planned(self, batch: Any) -> Any:
         """A choice, or what is wrong."""
         from lightning_par.planner.at_launch import choose, machine_at_hand
-        from lightning_par.planner.clipped import read_clip
+        from lightning_par.planner.messages.clipped import read_clip
 
         trainer, module = self._trainer, self.lightning_module
         try:
@@ -247,6 +247,6 @@ def _check_machine(machine: Any) -> None:
     if not isinstance(machine, str):
         raise ValueError(f"machine must be a name or the path of a YAML, got {machine!r}.")
     if machine not in ("auto", "measure"):
-        from lightning_par.planner.machines import read_machine
+        from lightning_par.planner.machine.machines import read_machine
 
         read_machine(machine)

@@ -1,0 +1,1 @@
+"""Layouts, and the search for those that are worth a look."""

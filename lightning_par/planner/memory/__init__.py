@@ -1,0 +1,1 @@
+"""Bytes of live tensors through a step, and each rank's peak."""

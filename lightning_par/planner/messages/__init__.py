@@ -1,0 +1,1 @@
+"""What a step sends, exactly: bytes by axis and purpose."""

@@ -1,0 +1,131 @@
+"""Which functions of a recorded step each stage of a pipeline runs, which parameters it holds, and what crosses.
+
+The stages are those that the strategy plans by itself, from the same calls of modules.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
+from lightning_par.pipeline.plan.stage_ranges import Homes
+from lightning_par.pipeline.plan.uncalled import homes_of_uncalled
+from lightning_par.planner.recording.notes import BatchValue, Heard
+from lightning_par.planner.recording.recorded import RecordedStep
+
+
+@dataclass(frozen=True, eq=False)
+class StageCut:
+    """A recorded step, cut into stages.
+
+    Attributes:
+        starts: the event with which each stage begins.
+        held: the names of the parameters of each stage, in the order of the module.
+        crossing: the values that each stage takes from the one before it.
+        batch_values: what the step itself makes of the batch alone, which all ranks do once for all microbatches.
+        called: the modules that the pipeline calls as a whole, or would call.
+    """
+
+    starts: tuple[int, ...]
+    held: tuple[tuple[str, ...], ...]
+    crossing: tuple[tuple[Tensor, ...], ...]
+    batch_values: tuple[BatchValue, ...] = ()
+    called: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    def spans(self, events: int) -> tuple[tuple[int, int], ...]:
+        """The first event of each stage, and the one behind its last, of so many."""
+        return tuple(zip(self.starts, (*self.starts[1:], events)))
+
+    def units(self, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The runs of each stage by their numbers, of which ``firsts`` has the first event of each."""
+        bounds = [*self.starts, float("inf")]
+        return tuple(
+            tuple(number for number, first in enumerate(firsts) if begin <= first < end)
+            for begin, end in zip(bounds, bounds[1:])
+        )
+
+
+def cut_stages(
+    module: nn.Module, step: RecordedStep, count: int, asked: Sequence[str] | Mapping[str, int] | None = None
+) -> StageCut:
+    """Cut ``step`` into ``count`` stages as the strategy does: the slowest as fast as can be, or as ``asked``.
+
+    Args:
+        module: whose step it is.
+        step: as recorded.
+        count: of stages.
+        asked: where they begin, or the stage of each unit; None: that is planned.
+
+    Raises:
+        ValueError: there are fewer modules than stages, ``asked`` names what is none, or the step can't be cut.
+    """
+    names = [found[0] for found in step.recording.parameters]
+    if count == 1:
+        return StageCut((0,), (tuple(names),), ((),))
+    if step.root is None:
+        raise ValueError("the step takes gradients of its own, and can't be cut into stages")
+    plan = make_stage_plan(step.root, count, asked or None, module="the module")
+    units = _unit_calls(step, plan)
+    starts = _starts(step, plan, count, units)
+    heard: Heard = step.recording.heard
+    values = tuple(x for x in heard.batch_values if units[x.call] is None)
+    homes = {**plan.homes, **homes_of_uncalled(module, plan.homes)}
+    return StageCut(
+        starts, _held(step, homes, starts), tuple(_across(step, start) for start in starts), values, (*homes,)
+    )
+
+
+def _unit_calls(step: RecordedStep, plan: StagePlan) -> dict[int, int | None]:
+    """Of a call of a module, the call of a unit around it or itself."""
+    found: dict[int, int | None] = {0: None}
+    for number, call in enumerate(step.calls[1:], 1):
+        around = found[call.outer]
+        found[number] = around if around is not None else number if call.path in plan.homes else None
+    return found
+
+
+def _starts(
+    step: RecordedStep, plan: StagePlan, count: int, outermost: Mapping[int, int | None]
+) -> tuple[int, ...]:  # fmt: skip
+    """The first event of each stage: that of its first unit."""
+    places = {call: i for i, call in enumerate(sorted({x for x in outermost.values() if x is not None}))}
+    starts = [0] + [len(step.events)] * (count - 1)
+    for number, note in enumerate(step.notes):
+        unit = None if note is None else outermost[note.call]
+        if unit is not None:
+            stage = plan.calls[places[unit]][1]
+            for before in range(1, stage + 1):
+                starts[before] = min(starts[before], number)
+    return tuple(starts)
+
+
+def _held(step: RecordedStep, units: Homes, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each stage: of its units, and those that its functions take; the last one has what none has."""
+    homes: dict[str, set[int]] = defaultdict(set)
+    stage = 0
+    for number, event in enumerate(step.events):
+        while stage + 1 < len(starts) and starts[stage + 1] <= number:
+            stage += 1
+        for x in event.inputs:
+            if id(x) in step.names:
+                homes[step.names[id(x)][0]].add(stage)
+    order = [names[0] for names in step.recording.parameters]
+    for names in step.recording.parameters:
+        for name in names:
+            unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+            homes[names[0]] |= set() if unit is None else set(units[unit])
+        homes[names[0]] = homes[names[0]] or {len(starts) - 1}
+    return tuple(tuple(name for name in order if stage in homes[name]) for stage in range(len(starts)))
+
+
+def _across(step: RecordedStep, start: int) -> tuple[Tensor, ...]:
+    """The values of the model that are there when the event ``start`` begins, and taken from there on."""
+    return tuple(x for x, made, taken in step.lives if made < start <= taken)

@@ -1,0 +1,110 @@
+"""Which calls of modules use a parameter, and what each backward of the step asks of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_par.private.storage import memory_of
+
+if TYPE_CHECKING:
+    from lightning_par.planner.recording.recorded import RecordedStep
+
+LAST = frozenset({0})
+"""Of a step that runs no backward itself: the one that follows it."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A call of a module that uses a parameter.
+
+    Attributes:
+        path: of the module.
+        call: its number.
+        after: how many backwards the step itself had run before.
+        needed: which backwards need the parameter's values.
+        summed: which make a gradient of it.
+        off: whether it required none in this call.
+    """
+
+    path: str
+    call: int = 0
+    after: int = 0
+    needed: frozenset[int] = LAST
+    summed: frozenset[int] = LAST
+    off: bool = False
+
+
+@dataclass(frozen=True)
+class StageUses:
+    """What one stage uses of the module.
+
+    Attributes:
+        calls: the numbers of the calls of modules of which it runs something.
+        uses: of each parameter that its functions take, by its first name, the calls that use it there.
+    """
+
+    calls: frozenset[int]
+    uses: Mapping[str, tuple[Use, ...]]
+
+
+def stage_uses(step: RecordedStep, first: int, end: int) -> StageUses:
+    """Of the stage that runs the events from ``first`` to ``end``; what runs all has all calls."""
+    if (first, end) == (0, len(step.events)):
+        return StageUses(frozenset(range(len(step.calls))), step.uses)
+    calls = set[int]()
+    for note in step.notes[first:end]:
+        call = -1 if note is None else note.call
+        while call > 0 and call not in calls:
+            calls.add(call)
+            call = step.calls[call].outer
+    return StageUses(frozenset(calls | {0}), uses_of(step, first, end))
+
+
+def uses_of(step: RecordedStep, first: int = 0, end: int | None = None) -> dict[str, tuple[Use, ...]]:
+    """Of each parameter, by its first name, the calls of modules that use it, from one event to another."""
+    found: dict[str, dict[int, Use]] = defaultdict(dict)
+    held, none, taken = step.held, frozenset[int](), set[str]()
+    for number, (event, note) in enumerate(zip(step.events[first:end], step.notes[first:end]), first):
+        if _sets_gradient(event.args):
+            continue
+        taken |= {held[memory_of(x)] for x in event.inputs if memory_of(x) in held}  # views of it, too
+        if note is None:  # it is part of what is noted as a whole
+            continue
+        reached, after = step.backwards_to[number], sum(end.events <= number for end in step.recording.ends)
+        kept = {step.weight_of(event, kept) for kept in note.kept}
+        off = {step.names[key][0] for key in note.off if key in step.names}
+        for name in taken:
+            needed, summed = reached if name in kept else none, none if name in off else reached
+            before = found[name].get(note.call)
+            if before is not None:
+                needed, summed = needed | before.needed, summed | before.summed
+                after = before.after
+            alone = name in off and (before is None or before.off)
+            found[name][note.call] = Use(step.calls[note.call].path, note.call, after, needed, summed, alone)
+        taken = set()
+    return {name: tuple(uses.values()) for name, uses in found.items()}
+
+
+def backwards_to(step: RecordedStep) -> tuple[frozenset[int], ...]:
+    """Of each event, the backwards of the step that come to it; of one that runs none itself, the one that follows."""
+    ends = step.recording.ends
+    if not ends:
+        return (LAST,) * len(step.events)
+    found: list[set[int]] = [set() for _ in step.events]
+    for number, end in enumerate(ends):
+        wanted = {id(end.value)}
+        for i in reversed(range(end.events)):
+            event = step.events[i]
+            wants = any(id(x) in wanted and x.requires_grad for x in event.outputs)
+            if wants and not _sets_gradient(event.args):
+                found[i].add(number)
+                wanted.update(id(x) for x in event.inputs)
+    return tuple(map(frozenset, found))
+
+
+def _sets_gradient(args: tuple[object, ...]) -> bool:
+    """Whether it is ``x.requires_grad_(False)`` or the like, which takes no values."""
+    return len(args) == 2 and isinstance(args[1], bool)

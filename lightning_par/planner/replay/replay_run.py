@@ -1,0 +1,313 @@
+"""The recorded functions of a step, run again by their rules on fakes, as one rank runs them in each stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.ledger import ledger
+from lightning_par.mesh.positions import Positions
+from lightning_par.pipeline.run.backward import SplitBackward, backward, with_zeros
+from lightning_par.planner.memory.stage_trace import StageTrace, Taken, TraceRecorder
+from lightning_par.planner.recording.recorded import RecordedStep, casting
+from lightning_par.planner.replay.counting_axis import CountingAxis, CountingResidual, CountingSequence
+from lightning_par.planner.replay.crossing_values import handed_on, leaving, nbytes, received
+from lightning_par.planner.replay.gathered_blocks import GatheredBlocks
+from lightning_par.planner.replay.storage import Storage, store
+from lightning_par.private.fake_tensors import WITHOUT_VALUE, unset_fake_temporarily
+from lightning_par.private.graph import made_by
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import mark_parameter
+from lightning_par.sequence.batch_tensor import BatchTensor
+from lightning_par.sequence.plan import SequencePlan, asks, asks_in_parts
+from lightning_par.sharded.aliases.frames import innermost
+from lightning_par.sharded.gradient_shares import unshared
+from lightning_par.sharded.rules.lookup import dispatch
+from lightning_par.sharded.rules.several_axes import Mix
+from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.tensor.plan import Dealt
+from lightning_par.trial.fake_functions import is_fake, run_on_fakes
+from lightning_par.trial.recording import Event, returned
+
+TAKEN, RETURNED = "taken", "returned"
+"""Of a stage: bytes of the values that it takes from the one before it, and of the gradients that go back."""
+
+
+class UntoldError(ValueError):
+    """What a layout sends can't be told from a step without values; says where it goes by them."""
+
+
+@dataclass(frozen=True)
+class StageReplay:
+    """What one microbatch is to a rank in one stage.
+
+    Attributes:
+        sent: bytes that the rank sends by axis; `TAKEN` and `RETURNED`.
+        trace: bytes of live tensors meanwhile; None where they are not counted.
+    """
+
+    sent: dict[str, float]
+    trace: StageTrace | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of the tensor and sequence axes, and how these are used.
+
+    Attributes:
+        tensor: ranks of the tensor axis, and the index among them.
+        sequence: the same of the sequence axis.
+        residual: whether tokens are sharded over the tensor axis between islands.
+        attention: the scheme of the sequence axis.
+        live: whether live tensors are counted, too; slower.
+        split: whether a backward runs in two parts, of inputs and of weights.
+        shared: stages that find copies of weights in low precision, and keep them.
+        gpu: whether kernels are a GPU's.
+    """
+
+    tensor: tuple[int, int]
+    sequence: tuple[int, int]
+    residual: bool
+    attention: Any
+    live: bool = False
+    split: bool = False
+    shared: tuple[int, ...] = ()
+    gpu: bool = False
+
+
+class ReplayRun:
+    """One run of the stages, forward and backward, whose values a stage leaves to the next.
+
+    Args:
+        step: as recorded.
+        dealt: the islands of the tensor axis.
+        place: the rank.
+        storage: parameters that are stored in parts; None: none is.
+        given: how the batch is given to ranks that share out tokens; None: they don't.
+        holds: whether variables of the user's code hold values, as where one stage runs it as written.
+        lengths: of tokens that earlier runs have met.
+    """
+
+    def __init__(
+        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, given: SequencePlan | None,
+        holds: bool = False, lengths: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        self.step, self.place = step, place
+        self.tensor = CountingAxis(*place.tensor)
+        self.tokens: Any = None
+        if place.sequence[0] > 1:
+            self.tokens = CountingSequence(*place.sequence)
+            self.tokens.attend(place.attention)
+        elif place.residual:
+            self.tensor.gradient_shares = True
+            self.tokens = self.tensor.residual = CountingResidual(self.tensor, lengths)
+        self.axes: tuple[Axis, ...] = tuple(x for x in (self.tokens, self.tensor) if x is not None and x.size > 1)
+        self.mix = Mix(self.axes) if len(self.axes) > 1 else None
+        self.values: dict[int, Any] = {}
+        self.last: dict[int, list[int]] = defaultdict(list)
+        ends = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
+        ends |= {id(end.value) for end in step.recording.ends}
+        held = step.held_until if holds else {}  # by variables of the user's code, which stages don't run as written
+        for x, _, last in step.lives:
+            if id(x) not in ends:
+                self.last[max(last, held.get(id(x), last))].append(id(x))
+        self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
+        for x in step.recording.parameters.values():
+            self.values[id(x)] = self._parameter(x, dealt)
+        self.parts: dict[int, Tensor] = {}  # of parameters that are stored in parts, by their ids
+        self.blocks: GatheredBlocks | None = None
+        if storage is not None:
+            self.blocks = store(storage, step, self.values, self.parts, self.tensor.rank, self.fake)
+        self.asked: list[bool] = []  # of each call of attention, whether it is for this rank's own tokens alone
+        if self.tokens is not None and given is not None:
+            self._mark_batch(given)
+
+    def _parameter(self, x: Tensor, dealt: Dealt) -> Tensor:
+        key = id(self.step.stands.get(id(x), x))
+        positions = dealt.positions.get(key) if self.tensor.size > 1 else None
+        with self.fake:
+            if positions is None:
+                return _leaf(torch.empty_like(x), x.requires_grad)
+            dim = dealt.search.found[key].dim
+            shape = [*x.shape]
+            shape[dim] = positions.count(self.tensor.rank)
+            part = _leaf(torch.empty(shape, dtype=x.dtype, device=x.device), x.requires_grad)
+            sharded = ShardedTensor(part, dim, positions, self.tensor)
+            mark_parameter(sharded)
+            return sharded
+
+    def _mark_batch(self, plan: SequencePlan) -> None:
+        self.tokens.zigzag = plan.zigzag
+        for number, x in enumerate(self.step.recording.batch):
+            dim = plan.dim_of(number, x)
+            positions: Positions | None = None if dim is None else self.tokens.spread(x.shape[dim])
+            if positions is not None and dim is not None:
+                self.values[id(x)] = BatchTensor(x.detach(), dim, positions, self.tokens)
+
+    def stage(self, number: int, first: int, end: int) -> StageReplay:
+        """Of the stage ``number``, the events from ``first`` to ``end``, forward and backward."""
+        made: set[int] = set()
+        leaves: dict[str, Tensor] = {}
+        used = {id(x) for event in self.step.events[first:end] for x in event.inputs}
+        for names, x in self.step.recording.parameters.items():
+            if id(x) not in used:  # another stage's, of which a large model has many
+                continue
+            leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else innermost(self.values[id(x)])
+            # what backward makes of it is added to what is there
+            leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
+        taken = [x for x, begin, last in self.step.lives if begin < first <= last]
+        here = [innermost(self.values.get(id(x), x)) for x in taken]
+        arrived = [inner for x, inner in zip(taken, here)
+                   if id(x) in self.values and inner.requires_grad and made_by(inner) is None]  # fmt: skip
+        came = {id(x): self.values[id(x)] for x in taken if id(x) in self.values}
+        self.values |= {key: received(x) for key, x in came.items()}
+        recorder = TraceRecorder(leaves) if self.place.live else None
+
+        def counted(op: str) -> Any:
+            return nullcontext() if recorder is None else recorder.action(op)
+
+        shares = number in self.place.shared
+        with ledger() as moved, torch.autocast("cpu", enabled=False) if shares else nullcontext():
+            if shares:
+                _copy_weights([*leaves.values()], self.step.autocast)
+            with counted("F"), casting(self.step.autocast):
+                self._forward(made, first, end)
+                for x in self._crossing(made, end):
+                    self.values[id(x)] = leaving(self.values[id(x)], self.tensor)
+            roots, grads, after = self._ends(made, end)
+            if self.blocks is not None:
+                after = {}  # nothing follows: there is one stage
+            after |= {key: x for key, x in came.items() if key in self.values}  # which only pass through
+            held = self._backward(roots, grads, arrived, after, counted)
+        values = tuple(Taken(nbytes(y), x.requires_grad, held.get(id(y), 0)) for x, y in zip(taken, here))
+        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: float(sum(x.nbytes for x in values))}
+        found[RETURNED] = float(sum(x.nbytes for x in values if x.wanted))
+        for transfer in moved.transfers:
+            found[transfer.axis] = found.get(transfer.axis, 0.0) + transfer.sent
+        return StageReplay(found, None if recorder is None else StageTrace(recorder.actions, values))
+
+    def attends(self) -> tuple[int, int]:
+        """How many calls of attention in a forward are for this rank's own tokens alone, and how many there are."""
+        with casting(self.step.autocast):
+            self._forward(set(), 0, len(self.step.events))
+        return sum(self.asked), len(self.asked)
+
+    def _forward(self, made: set[int], first: int, end: int) -> None:
+        blocks = self.blocks
+        if blocks is None:
+            self._run_events(made, first, end)
+            return
+        with blocks.saved():
+            for number in range(first, end):
+                self.values |= blocks.before(number)
+                self._run_events(made, number, number + 1)
+                for key in blocks.after(number):
+                    self.values.pop(key, None)
+            for key in blocks.end_forward():
+                self.values.pop(key, None)
+
+    def _run_events(self, made: set[int], first: int, end: int) -> None:
+        for number, event in enumerate(self.step.events[first:end], first):
+            # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
+            if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
+                continue
+            args, kwargs = tree_map(self._value, (event.args, event.kwargs))
+            asked = asks(event)
+            if asked is not None:
+                self.asked.append(asks_in_parts(self._value(asked)))
+            with contextlib.ExitStack() as stack:
+                if not event.graph or not any(x.requires_grad for x in event.outputs):
+                    stack.enter_context(torch.no_grad())
+                try:
+                    result = self._run(event, args, kwargs)
+                except WITHOUT_VALUE as error:
+                    raise UntoldError(
+                        f"what is sent can't be told: {event.name} at {event.place} goes by values, which a plan has "
+                        "none of"
+                    ) from error
+            new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            for old, value in zip(event.outputs, new, strict=False):
+                self.values[id(old)] = value
+                made.add(id(old))
+            del args, kwargs, result, new, asked
+            self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        """Of what the event ``number`` was the last to take, all but the loss."""
+        for key in self.last.pop(number, ()):
+            self.values.pop(key, None)
+
+    def _run(self, event: Event, args: Any, kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(x, BatchTensor) for x in leaves):
+            return event.func(*args, **kwargs)  # what the batch alone determines is computed whole
+        sharded = any(isinstance(x, ShardedTensor) for x in leaves)
+        if not any(isinstance(x, Tensor) and is_fake(x) for x in leaves):  # sizes that the batch alone tells
+            with unset_fake_temporarily():
+                return event.func(*args, **kwargs)
+        if sharded:
+            return dispatch(event.func, args, kwargs)
+        return run_on_fakes(self.fake, event.func, args, kwargs)[0]
+
+    def _crossing(self, made: set[int], end: int) -> list[Tensor]:
+        """What of ``made`` stages behind the event ``end`` take."""
+        return [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
+
+    def _ends(self, made: set[int], end: int) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
+        """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew: what
+        this one began with holds the whole graph."""
+        outs = self._crossing(made, end)
+        recording = self.step.recording
+        last = (*tree_leaves(recording.result), *(one.value for one in recording.ends))
+        loss = [x for x in last if isinstance(x, Tensor) and id(x) in made]
+        ends: dict[int, Tensor] = {}
+        for x in (*outs, *loss):
+            inner = innermost(self.values[id(x)])
+            if inner.requires_grad and made_by(inner) is not None:
+                ends[id(inner)] = inner
+        roots = [*ends.values()]
+        after = {id(x): handed_on(self.values[id(x)]) for x in (*outs, *loss)}
+        return roots, [torch.empty_like(x) for x in roots], after
+
+    def _backward(
+        self, roots: list[Tensor], grads: list[Tensor], inputs: list[Tensor], after: dict[int, Any], counted: Any
+    ) -> dict[int, int]:
+        """Bytes that gradients of ``inputs`` hold, by these' ids; see `Taken`."""
+        with unshared():  # gradients are summed up where steps are, not here
+            split = SplitBackward() if self.place.split else None
+            with counted("B" if split is None else "I"):
+                found = with_zeros((backward if split is None else split.inputs)(roots, grads, inputs), inputs)
+                memories = {memory_of(x): (id(y), x.untyped_storage().nbytes()) for x, y in zip(found, inputs)}
+                del found
+                self.values |= after
+                roots.clear()
+            if split is not None:
+                with counted("W"):
+                    split.weights()
+        return dict(memories.values())
+
+    def _value(self, x: Any) -> Any:
+        return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
+
+
+def _copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
+    """Let autocast copy what it will find again as long as the outermost of its contexts is open."""
+    with torch.no_grad(), casting(dtype):
+        for x in leaves:
+            if x.ndim and x.is_floating_point():
+                torch.matmul(x, x.new_empty(x.shape[-1], 0))
+
+
+def _leaf(x: Tensor, trained: bool) -> Tensor:
+    x.requires_grad_(trained)
+    mark_parameter(x)
+    return x

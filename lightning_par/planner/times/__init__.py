@@ -1,0 +1,1 @@
+"""Seconds of a step, of what ranks compute and send."""
