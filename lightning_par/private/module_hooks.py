@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +28,22 @@ def backward_hook() -> tuple[Any, str]:
 def marks_module_ends(function: Any) -> bool:
     """Whether an autograd function is the one by which `BackwardHook` finds a module's inputs and outputs again."""
     return function is torch.nn.modules._functions.BackwardHookFunction
+
+
+def is_module_end(node: Any) -> bool:
+    """Whether ``node`` of autograd's graph is where a module with full backward hooks begins or ends."""
+    return node is not None and node.name() == "BackwardHookFunctionBackward"
+
+
+def module_that_marks_ends(frame: FrameType) -> nn.Module | None:
+    """The module whose `BackwardHook` asks in ``frame`` for the nodes at its ends; None where other code runs there."""
+    if frame.f_globals.get("__name__") != torch.utils.hooks.__name__:
+        return None
+    for place in (frame, frame.f_back):  # it may ask in a comprehension
+        hook = None if place is None else place.f_locals.get("self")
+        if isinstance(hook, torch.utils.hooks.BackwardHook):
+            return hook.module
+    return None
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_par.private.graph import node_of
 from lightning_par.private.leaf_hooks import number_of_leaf_hooks
 from lightning_par.private.module_hooks import (
     HOOKS,
@@ -24,8 +26,10 @@ from lightning_par.private.module_hooks import (
     has_partial_hooks,
     hooks_on,
     hooks_on_all,
+    is_module_end,
     marks_module_ends,
     may_have_hooks,
+    module_that_marks_ends,
     number_of_backward_hooks,
     number_of_hooks,
     users_hooks,
@@ -145,6 +149,22 @@ def test_modules_make_their_backward_hooks_of_what_stands_there(monkeypatch: pyt
     assert marks_module_ends(type(out.grad_fn)._forward_cls) and not marks_module_ends(torch.autograd.Function)
     out.sum().backward()
     assert len(made) == len(seen) == 1 and made[0][0] is module
+
+
+def test_who_asks_for_the_ends_of_a_module_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def grad_fn(x: torch.Tensor) -> Any:
+        asked.append((module_that_marks_ends(sys._getframe(1)), is_module_end(node_of(x))))
+        return node_of(x)
+
+    monkeypatch.setattr(torch.Tensor, "grad_fn", property(grad_fn), raising=False)
+    module = nn.Linear(1, 1)
+    module.register_full_backward_hook(lambda *args: None)
+    out = module(torch.ones(1, 1, requires_grad=True))
+    assert (module, True) in asked and (module, False) not in asked
+    asked.clear()
+    assert out.grad_fn is not None and asked == [(None, True)] and not is_module_end(None)
 
 
 def test_the_deprecated_kind_of_hook_is_told_from_the_other() -> None:

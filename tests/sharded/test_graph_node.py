@@ -14,6 +14,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded.graph_node import STAGES
 from lightning_par.sharded.patches import NODES, SHARDED
+from lightning_par.sharded.patches.graph_nodes import of_another_stage
 from lightning_par.sharded.run_state import RunState
 from lightning_par.tensor.apply import shard_module
 from lightning_par.tensor.plan import Split, TensorPlan
@@ -73,3 +74,9 @@ def test_hooks_on_nodes_of_a_pipelines_stages_are_refused() -> None:
     state.torn = STAGES
     with state.entered():
         _refused((torch.ones(2, requires_grad=True) * 2).grad_fn, "those of its own stages")
+
+
+def test_a_hook_on_layers_that_are_taken_apart_is_refused_and_one_on_a_function_is_its_stages() -> None:
+    assert of_another_stage(nn.GELU()).name() == "BackwardHookFunctionBackward"
+    with pytest.raises(NotImplementedError, match="A Sequential has a full backward hook"):
+        of_another_stage(nn.Sequential(nn.Linear(1, 1)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_par.private.module_hooks import is_module_end, module_that_marks_ends
 from lightning_par.sharded.graph_node import as_asked
 from lightning_par.sharded.patches.replacement import Replacement, Use
 
@@ -16,10 +17,42 @@ def patch() -> Replacement:
     return Replacement(Tensor, "grad_fn", _asked)
 
 
+class _NoNode:
+    """What torch finds as the end of a module that another stage of a pipeline calls, where it is hooked."""
+
+    def name(self) -> str:
+        return "BackwardHookFunctionBackward"
+
+    def register_hook(self, hook: Any) -> None:
+        """That stage does it."""
+
+
+def of_another_stage(module: nn.Module) -> _NoNode:
+    """What the hooks of ``module`` find as its end here, where another stage calls it.
+
+    Raises:
+        NotImplementedError: it has layers, which may be on several.
+    """
+    if any(True for _ in module.parameters()):
+        raise NotImplementedError(
+            f"A {type(module).__name__} has a full backward hook, and its layers are taken apart by the pipeline, so "
+            "that no rank has both of its ends. Register it on the layers, or use TensorParallelStrategy."
+        )
+    return _NoNode()
+
+
 def _asked(plain: Any, use: Use) -> Any:
+    from lightning_par.pipeline.run.located import Run
+
     @property  # type: ignore[misc]
     def grad_fn(self: Tensor) -> Any:
         node = plain.__get__(self)
-        return as_asked(node, self, sys._getframe(1)) if use.on else node
+        if not use.on:
+            return node
+        asker = sys._getframe(1)
+        hooked = module_that_marks_ends(asker)
+        if hooked is not None and Run.current is not None and not is_module_end(node):
+            return of_another_stage(hooked)
+        return as_asked(node, self, asker)
 
     return grad_fn
