@@ -15,6 +15,7 @@ from tests.benchmarks.table import BEGIN, END, PAGE, RowFailedError, run_row, ta
 from tests.helpers.accelerator import accelerator
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
+from tests.helpers.torch_version import VERSION
 
 EXACT = TOLERANCE["float64"]
 
@@ -32,6 +33,8 @@ def _row_whose_loop_sums_too_much(name: str) -> Measured | None:
 @slow(but=["sequence, ring"])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_trains_all_sides_to_the_same_weights(name: str, pool: Pool) -> None:
+    if VERSION < (2, 12) and name == "sequence, ring":
+        pytest.skip("once it has failed, torch 2.11's context parallelism leaves its attention in place of torch's")
     measured, *rest = pool.run(2, _row, name)
     assert rest == [None]
     assert measured.wrong(EXACT) == ""

@@ -28,6 +28,7 @@ from lightning_par.private.fake_tensors import (
     unset_fake_temporarily,
 )
 from tests.helpers.slow import slow
+from tests.helpers.torch_version import VERSION
 
 
 def test_shapes_and_devices_are_computed_without_values() -> None:
@@ -118,6 +119,9 @@ LSTMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_an_lstm_holds_as_much_as_on_real_tensors(options: dict[str, Any], trains: bool) -> None:
+    if VERSION < (2, 12) and trains and "dtype" in options:
+        pytest.skip("torch 2.11 holds 3 % more in the backward of an LSTM of bfloat16")
+
     def held() -> tuple[int, int]:
         lstm = nn.LSTM(8, 20, **options)
         x = torch.zeros(30, 4, 8, dtype=options.get("dtype"))

@@ -27,6 +27,7 @@ from lightning_par.private.graph import (
     saves_for_python,
     set_order,
 )
+from tests.helpers.torch_version import VERSION
 
 
 def test_a_callback_runs_at_the_end_of_the_backward() -> None:
@@ -199,6 +200,5 @@ def test_a_node_may_be_moved_in_the_order_in_which_backward_takes_what_is_ready(
 
 
 def test_the_function_that_keeps_what_a_region_is_run_again_on_is_known_where_there_is_one() -> None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert (KEEPS_ARGUMENTS is None) == (version >= (2, 13))
+    assert (KEEPS_ARGUMENTS is None) == (VERSION >= (2, 13))
     assert KEEPS_ARGUMENTS is None or issubclass(KEEPS_ARGUMENTS, torch.autograd.Function)

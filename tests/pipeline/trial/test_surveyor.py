@@ -16,6 +16,7 @@ from lightning_par.pipeline.trial.study import survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.trial.step import Step
 from lightning_par.trial.trial_run import record_step
+from tests.helpers.torch_version import VERSION
 
 C, SAMPLES, TOKENS = 8, 4, 6
 
@@ -133,6 +134,8 @@ KINDS = (Layers, Attends, ReadsWithin, PicksWithin, Normalizes, Measures, Recomp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_run_tells_a_pipeline_what_its_own_would(kind: Any) -> None:
+    if VERSION < (2, 12) and kind is Recomputes:
+        pytest.skip("torch 2.11's checkpoint makes a tensor of no entries, which is looked at in one of the two alone")
     torch.manual_seed(0)
     module, batch = kind(), torch.randint(0, 16, (SAMPLES, TOKENS))
     step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
