@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.program import Key, StepEvent, makers_of
@@ -61,7 +62,9 @@ class UnitBuffers:
         if buffers_of(self._copy.get_submodule(path)).get(own) is not x:
             raise _error(user_line(), unit)
         if id(x) not in self._stand_ins:
-            self._stand_ins[id(x)] = fake = self._mode.from_tensor(x.detach())
+            with self._mode:
+                fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
+            self._stand_ins[id(x)] = fake
             self._made(fake, name)
         return self._stand_ins[id(x)]
 
