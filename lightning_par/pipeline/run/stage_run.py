@@ -144,7 +144,8 @@ class StageRun(StageValues):
             return result
         if record.kind == "update":  # done apart
             return self.from_apart(args, kwargs, record)
-        if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
+        written = writes_into(getattr(func, "__name__", "")) or "out" in kwargs
+        if record.itself is not None and (index < self.first or not written):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:
             value = self.from_before(index, record)
