@@ -80,11 +80,11 @@ def plain_number(x: Any) -> Any:
 
 
 def _binary(function: Callable[..., Any], decides: bool) -> Any:
-    def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
+    def method(self: Any, *others: Any) -> Any:  # of `pow`, the modulus, too
+        if not all(isinstance(x, (int, float)) for x in others):
             return NotImplemented
-        result = function(plain_number(self), plain_number(other))
-        return (self.decided if decides else self.computed)(result, function, (self, other))
+        result = function(plain_number(self), *map(plain_number, others))
+        return (self.decided if decides else self.computed)(result, function, (self, *others))
 
     return method
 
@@ -105,7 +105,7 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
 for _name in _COMPARISONS.split():
     setattr(WatchedNumber, f"__{_name}__", _binary(getattr(operator, _name), decides=True))
 for _name in _BINARY.split():
-    _function = getattr(operator, _name)
+    _function = pow if _name == "pow" else getattr(operator, _name)  # which takes a modulus
     setattr(WatchedNumber, f"__{_name}__", _binary(_function, decides=False))
     setattr(WatchedNumber, f"__r{_name}__", _binary(_reflected(_function), decides=False))
 for _function in _UNARY:

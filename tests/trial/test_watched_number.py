@@ -47,6 +47,7 @@ COMPUTING: list[Callable[[Any], Any]] = [
     lambda x: x + 1, lambda x: 1 - x, lambda x: x * 0.5, lambda x: 7 / x, lambda x: x // 2, lambda x: 7 % x,
     lambda x: 2**x, lambda x: -x, lambda x: +x, abs, lambda x: round(x, 1), lambda x: divmod(x, 2)[1],
     lambda x: divmod(7, x)[0], lambda x: x - x, lambda x: x + np.float64(2), lambda x: x + True,
+    lambda x: pow(x, 2, 5) if isinstance(x, int) else x + 1,
 ]  # fmt: skip
 DECIDING: list[Callable[[Any], Any]] = [
     lambda x: x < 3, lambda x: 3 >= x, lambda x: x == 3, lambda x: x != 2.5, lambda x: 1 < x, bool,

@@ -44,8 +44,8 @@ def _needed(owner: JointGradients, calls: Sequence[UpdateCall]) -> dict[int, tup
     by_event = {call.index: call for call in calls}
     found: dict[int, tuple[int, ...] | None] = {}
     for call in reversed(calls):
-        if writes_into(getattr(call.func, "__name__", "")):
-            into = call.args[:1]
+        if writes_into(getattr(call.func, "__name__", "")) or "out" in call.kwargs:
+            into = (call.kwargs["out"],) if "out" in call.kwargs else call.args[:1]
             while into and isinstance(into[0], Absent):  # a view
                 into = by_event[into[0].key[0]].args[:1]
             weights = [x for x in tensors_in(into) if owner.is_weight(x)]
@@ -60,6 +60,8 @@ def _call(func: Any, args: Any, kwargs: Any, owner: JointGradients) -> Any:
     name = name_of(func)
     if name == "data":
         return args[0].data
+    if name == "__deepcopy__":  # by a memo that knows what stood for it as the step ran dry
+        return args[0].detach().clone()
     if name == "__set__":
         args[0].data = owner.data_for(*args)
         return None

@@ -98,13 +98,13 @@ class BatchValues:
     def _state(self, event: int, func: Any, given: Any, result: Any) -> Any:
         """A function wrote into a tensor of the module's, or made a view of one."""
         own = [x for x in tensors_in(given) if self.is_state(x)]
-        wrote = writes_into(getattr(func, "__name__", ""))
-        for x in own[:1] if wrote else ():
+        written = [x for x in written_by(getattr(func, "__name__", ""), *given) if self.is_state(x)]
+        for x in written:
             self.note_write(x)
         for n, x in enumerate(tensors_in(result)):
             self._views[id(x)] = x
             self.keys[id(x)] = (event, n)
-            if not wrote:
+            if not written:
                 self._bases[id(x)] = [base for y in own for base in (y, *self._bases.get(id(y), ()))]
         return result
 
@@ -158,7 +158,13 @@ def touches_state(func: Any, args: Any, kwargs: Any, result: Any, is_state: Call
     own = [x for x in tensors_in((args, kwargs)) if is_state(x)]
     if not own:
         return False
-    if writes_into(getattr(func, "__name__", "")) and any(x is args[0] for x in own):
+    if any(map(is_state, written_by(getattr(func, "__name__", ""), args, kwargs))):
         return True
     storages = {x.untyped_storage().data_ptr() for x in own} - {0}
     return any(x.untyped_storage().data_ptr() in storages for x in tensors_in(result))
+
+
+def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """What a call of the function ``name`` writes into: its first argument, or what it is told by ``out``."""
+    into = [next(iter((*args, *kwargs.values())), None)] if writes_into(name) else []
+    return tensors_in((into, kwargs.get("out")))

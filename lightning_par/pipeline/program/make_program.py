@@ -68,6 +68,7 @@ def make_program(
         regions=run.regions,
         deciding=frozenset(run.deciding),
         overwritten=overwritten,
+        elsewhere=_elsewhere(step.module, run, cut),
         casts_once=max(run.casts.values(), default=1) == 1,
         hooked_later=_hooked_later(run, cut.starts),
     )
@@ -102,6 +103,20 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
                 units[0] if units else None,
             )
     return frozenset(name for name, _ in run.overwritten)
+
+
+def _elsewhere(module: nn.Module, run: Analysis, cut: Cut) -> frozenset[str]:
+    """The parameters, and buffers within units, that another rank than the last stage's has, or has, too."""
+    names = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    ranks: dict[str, set[int]] = {}
+    for name, index in run.direct:
+        ranks.setdefault(name, set()).add(cut.at[stage_of(cut.starts, index)])
+    for path in run.homes:
+        for x in _held(module.get_submodule(path)):
+            ranks.setdefault(names[id(x)], set()).update(run.stages.holders(path))
+    for name, _ in module.named_parameters():
+        ranks.setdefault(name, {run.stages.last})
+    return frozenset(name for name, held in ranks.items() if held != {cut.at[-1]})
 
 
 def _held(unit: nn.Module) -> list[Tensor]:

@@ -167,6 +167,7 @@ class Program:
         patterns: of the guesses by which the step decides.
         decides: whether it decides anything by values of the model.
         overwritten: the parameters, and buffers within units, that the step writes into.
+        elsewhere: parameters, and buffers within units, that another rank than the last stage's has, or has, too.
         casts_once: whether no parameter is taken twice by what autocast may run in low precision.
         keeping: the units that change Python state, by their own code or by hooks on them.
         outer: units whose state the step's own code changes, as far as known: those that it does not call.
@@ -205,6 +206,7 @@ class Program:
     regions: dict[int, int] = field(default_factory=dict)
     deciding: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
     casts_once: bool = True
     keeping: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()

@@ -46,6 +46,7 @@ class StageRun(StageValues):
         keeps: whether all that a unit changes is told; None where nothing of the run is kept.
         not_kept: is around a unit, whose changes are not told, if any are.
         hooks: those that hung when the run began.
+        module: whose step it is.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
     """
 
@@ -54,6 +55,7 @@ class StageRun(StageValues):
     not_kept: Callable[[str], AbstractContextManager[None]] | None = None
     hushed: bool | None = None
     hooks: HooksCell | None = None
+    module: nn.Module | None = None
 
     def __init__(
         self,
@@ -126,9 +128,11 @@ class StageRun(StageValues):
             if self.count < self.program.tail or not self.last:
                 raise self._changed()
             self.lost = True
+            self._check_here((args, kwargs))
             return result
         index, record = self._next(func)
         if record is None:
+            self._check_here((args, kwargs))
             return func(*self.present(args), **self.present(kwargs))
         if record.live and record.kind == "batch":
             return self.memo.keep(index, func(*args, **kwargs))
@@ -140,7 +144,8 @@ class StageRun(StageValues):
             return result
         if record.kind == "update":  # done apart
             return self.from_apart(args, kwargs, record)
-        if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
+        written = writes_into(getattr(func, "__name__", "")) or "out" in kwargs
+        if record.itself is not None and (index < self.first or not written):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:
             value = self.from_before(index, record)
@@ -156,6 +161,20 @@ class StageRun(StageValues):
             self._check_claim(index, record, result)
         result = given[0] if record.writes or record.sets else result
         return self._returned(func, args, self.made(index, result, record), record)
+
+    def _check_here(self, given: Any) -> None:
+        """Raises OtherStageError where behind a decision a function is ``given`` what is not this rank's alone."""
+        if self.module is None or not self.program.elsewhere:
+            return
+        held = (*self.module.named_parameters(), *self.module.named_buffers())
+        elsewhere = {id(x): name for name, x in held if name in self.program.elsewhere}
+        name = next((elsewhere[id(x)] for x in tensors_in(given) if id(x) in elsewhere), None)
+        if name is not None:
+            raise OtherStageError(
+                f"{user_line()}: after a decision by a value of the model, such as the loss, the step uses {name!r}, "
+                "which another stage has that can't know of it. Do so in on_train_batch_end, where all ranks see all "
+                "weights and buffers, or use TensorParallelStrategy."
+            )
 
     def _check_claim(self, index: int, record: StepEvent, result: Any) -> None:
         """Raises ValueError where a result is larger than the user's code says, and later stages go by that."""

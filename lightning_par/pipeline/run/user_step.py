@@ -48,7 +48,7 @@ class UserStep:
         hear = partial(self.outputs.recorder, run)
         told = watch.told(step.batch, not part.apart, hear) if counts else watch.undone(step.batch, hear=hear(None))
         with told as found:
-            run.hooks = watch.hooks
+            run.hooks, run.module = watch.hooks, self.module
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
                     result = run.followed(call_step(self.module, step))

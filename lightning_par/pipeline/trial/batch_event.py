@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_par.pipeline.program.batch_values import touches_state
+from lightning_par.pipeline.program.batch_values import touches_state, written_by
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.program import StepEvent, is_located
@@ -38,7 +38,7 @@ def record_on_batch(run: Analysis, func: Any, name: str, args: Any, kwargs: Any)
     run.values.memory_of_batch[index] = Memory.of(name, args, kwargs, result, run.values.is_state)
     if touches_state(func, args, kwargs, result, run.values.is_state):
         run.values.views.update(id(x) for x in tensors)
-        run.changes_state |= writes_into(name)
+        run.changes_state |= writes_into(name) or "out" in kwargs
     run.events.append(StepEvent(func, "batch", (), None, user_line()))
     run.note_constants(index, (args, kwargs, result))
     run.shapes[index] = [tuple(x.shape) for x in tensors]
@@ -49,7 +49,7 @@ def record_on_batch(run: Analysis, func: Any, name: str, args: Any, kwargs: Any)
 
 def _computed(run: Analysis, func: Any, name: str, args: Any, kwargs: Any, large: list[Tensor]) -> Any:
     """What ``func`` makes of the batch alone, and of ``large`` values."""
-    into = tensors_in((args[:1] if writes_into(name) else (), kwargs.get("out")))
+    into = written_by(name, args, kwargs)
     if not all(map(is_large, into)):  # what has values is written into
         run.note_large(large)
     try:

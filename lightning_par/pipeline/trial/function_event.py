@@ -51,7 +51,7 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
     run.note_constants(len(run.events) - 1, (args, kwargs))
     event.told, event.cuts, event.sets, event.unsized = told, cuts, sets, run.unsized > unsized
     event.claimed = event.unsized and claims_size(func, args, kwargs)
-    _note_itself(run, event, name, inputs, result)
+    _note_itself(run, event, writes(name) or "out" in kwargs, inputs, result)
     if run.sized > sized or name == "_pad_packed_sequence":
         with unset_fake_temporarily():
             event.sizing = sizing(func, args)
@@ -64,12 +64,12 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
     return None if sets else result
 
 
-def _note_itself(run: Analysis, event: StepEvent, name: str, inputs: list[Tensor], result: Any) -> None:
+def _note_itself(run: Analysis, event: StepEvent, written: bool, inputs: list[Tensor], result: Any) -> None:
     """A function may return a parameter that it is given."""
     if not isinstance(result, Tensor) or not run.values.is_parameter(result):
         return
     event.itself = next((n for n, x in enumerate(inputs) if x is result), None)
-    if event.itself is not None and not writes(name):  # as `flatten` does of a vector
+    if event.itself is not None and not written:  # as `flatten` does of a vector
         run.direct = [use for use in run.direct if use[1] != len(run.events) - 1]
 
 

@@ -54,7 +54,7 @@ def _made_of_weights(run: Analysis) -> dict[int, set[int]]:
     writes = sorted({index for _, index in run.overwritten if not isinstance(run.events[index].func, str)})
     made = {index: makers_of(run.events, index) for index in writes}
     found = {*chain.from_iterable(made.values())}
-    if not all(_may_be_apart(run.events[index]) for index in found) or found & run.lending:
+    if not all(_may_be_apart(run.events[index], index in writes) for index in found) or found & run.lending:
         return {}
     read = [index for index, event in enumerate(run.events) if event.kind == "read"]
     if run.guesses.decided and any(index > read[0] for index in found if read):
@@ -65,13 +65,13 @@ def _made_of_weights(run: Analysis) -> dict[int, set[int]]:
     return made
 
 
-def _may_be_apart(event: StepEvent) -> bool:
+def _may_be_apart(event: StepEvent, writes: bool) -> bool:
     name = name_of(event.func)
     if event.kind != "located" or isinstance(event.func, str | tuple) or name in HOOKS or name == "grad":
         return False
     if event.draws or event.drawn or event.unsized or event.writes:
         return False
-    if event.itself is not None and not writes_into(getattr(event.func, "__name__", "")):
+    if event.itself is not None and not writes and not writes_into(getattr(event.func, "__name__", "")):
         return False
     return not event.around[0] or not any(map(_has_graph, returned_tensors(event.result)))
 

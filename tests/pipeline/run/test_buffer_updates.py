@@ -82,7 +82,8 @@ class Pair(LightningModule):
 
     def scaled(self) -> None:
         for layer in self.net:
-            layer.factors[:4].mul_(0.9)  # type: ignore[index]
+            torch.mul(layer.factors, 0.9, out=layer.factors)  # type: ignore[call-overload]
+            nn.init.constant_(layer.factors[:2], 0.7)  # type: ignore[index]
 
     def weights(self) -> None:
         for one, other in zip(self.net, self.target):

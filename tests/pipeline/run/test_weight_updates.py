@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_par import HybridParallelStrategy, LayerPlacementStrategy, dry_run
 from lightning_par.pipeline.program.tape import Absent
 from lightning_par.pipeline.program.update_calls import UpdateCall, joined_calls
-from tests.helpers.pool import Pool
+from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 from tests.helpers.surface import check, trained
 
@@ -148,6 +148,26 @@ def test_weights_in_parts_are_updated(way: str, layout: dict[str, Any], pool: Po
 @pytest.mark.parametrize("way", ["first data", "last in_place"])
 def test_weights_on_placed_devices_are_updated(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"placement": {"net": 0, "target": 1}})
+
+
+class Decided(Pair):
+    """Goes by its loss, which a trial doesn't have, so that one rank alone comes to what follows."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.target(self.net(batch)).square().mean()
+        if loss > 1e-9:
+            self.in_place()
+        return loss
+
+
+def _fit_decided() -> None:
+    strategy = HybridParallelStrategy(**PIPELINE)  # type: ignore[arg-type]
+    trained(Decided(""), DataLoader(BATCHES, batch_size=4), lambda: strategy, use_distributed_sampler=False)
+
+
+def test_an_update_of_which_one_stage_knows_is_refused(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="after a decision by a value of the model"):
+        pool.run(2, _fit_decided)
 
 
 class Refused(Pair):
