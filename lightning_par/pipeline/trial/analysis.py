@@ -125,6 +125,13 @@ class Analysis(AnalysisNotes):
                 f"{user_line()}: torch.autograd.grad within a step needs the graph of all stages of the pipeline at "
                 "once. Use TensorParallelStrategy."
             )
+        if name == "__deepcopy__" and self.homes and isinstance(args[0], nn.Parameter):
+            # a parameter that is none of a trial's fakes is copied by no torch function, which stages could follow
+            raise NotImplementedError(
+                f"{user_line()}: the step makes a deep copy of {self.values.names[id(args[0])]!r}, which one stage of "
+                "the pipeline has. Copy it between steps, as in on_train_batch_start, where all ranks see all weights; "
+                "write `p.detach().clone()` for its values alone; or use TensorParallelStrategy."
+            )
         if name == "__set__" and is_located(args[0]):
             return record_data(self, func, args, inputs)
         return record_function(self, func, name, args, kwargs, located)

@@ -16,6 +16,8 @@ from lightning_par.sharded.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
+_INNER = sys.stdlib_module_names | {"torch", "lightning_par"}  # as `copy.deepcopy`, `functools.reduce`
+
 
 def on_gather(func: Any, views: list[ShardedTensor]) -> None:
     """Count and report a function that gathers, once by name and line."""
@@ -38,11 +40,11 @@ def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None
 
 
 def user_line() -> str:
-    """``file:line`` of the innermost frame outside torch and this package."""
+    """``file:line`` of the innermost frame outside torch, Python's own library and this package."""
     frame = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "lightning_par.")) and module not in ("torch", "lightning_par"):
+        module, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        if module not in _INNER:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "an unknown line"

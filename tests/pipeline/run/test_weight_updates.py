@@ -160,14 +160,28 @@ class Decided(Pair):
         return loss
 
 
-def _fit_decided() -> None:
+class Copies(Pair):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        with torch.no_grad():
+            y = copy.deepcopy(self.net)(batch)
+        return F.mse_loss(self.target(self.net(batch)), y)
+
+
+def _fit_plainly(kind: type[Pair]) -> None:
     strategy = HybridParallelStrategy(**PIPELINE)  # type: ignore[arg-type]
-    trained(Decided(""), DataLoader(BATCHES, batch_size=4), lambda: strategy, use_distributed_sampler=False)
+    trained(kind(""), DataLoader(BATCHES, batch_size=4), lambda: strategy, use_distributed_sampler=False)
 
 
-def test_an_update_of_which_one_stage_knows_is_refused(pool: Pool) -> None:
-    with pytest.raises(RanksFailedError, match="after a decision by a value of the model"):
-        pool.run(2, _fit_decided)
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Decided, "after a decision by a value of the model"),
+        (Copies, "test_weight_updates.py:.* makes a deep copy of 'net.0.0.weight'"),
+    ],
+)
+def test_what_one_stage_alone_would_do_with_weights_is_refused(kind: type[Pair], why: str, pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match=why):
+        pool.run(2, _fit_plainly, kind)
 
 
 class Refused(Pair):
