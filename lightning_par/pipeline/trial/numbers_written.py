@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.pipeline.program.batch_values import written_by
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.sharded.functions import writes_into
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.trial.analysis import Analysis
@@ -39,8 +39,8 @@ class Memory:
     @classmethod
     def of(cls, name: str, args: Any, kwargs: Any, result: Any, is_state: Callable[[Tensor], bool]) -> Memory:
         """Of a call of the function ``name``; each run has copies of the module's tensors as it is."""
-        into = tensors_in((args[:1] if writes_into(name) else (), kwargs.get("out")))
-        return cls(memory_in((args, kwargs)), memory_in(result), memory_in([x for x in into if not is_state(x)]))
+        into = [x for x in written_by(name, args, kwargs) if not is_state(x)]
+        return cls(memory_in((args, kwargs)), memory_in(result), memory_in(into))
 
 
 def written_anew(run: Analysis, index: int) -> None:
