@@ -22,6 +22,7 @@ from lightning_par.optim.gathered_parts import Wholes
 from lightning_par.private.compiler import uncompiled
 from lightning_par.private.modes import DisableTorchFunctionSubclass, innermost_mode
 from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.tensors import set_data
 from lightning_par.sharded.rules import lookup
 from lightning_par.sharded.rules.gather_report import on_gather
 from lightning_par.sharded.tensor import ShardedTensor, moves
@@ -101,6 +102,8 @@ class Following(TorchFunctionMode):
         """Call ``func``, of which some arguments are sharded."""
         if function.name == "data":
             return lookup.dispatch(func, args, kwargs)
+        if func == set_data and isinstance(args[0], ShardedTensor):
+            return self._set_data(*args)
         if function.kind is Effect.METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -111,6 +114,11 @@ class Following(TorchFunctionMode):
         if self.wholes:
             return self._beside_wholes(func, function, args, kwargs)
         return self._run(func, function, args, kwargs)
+
+    def _set_data(self, x: ShardedTensor, value: Tensor) -> None:
+        """``x.data = value``: from now on it has other memory than the whole that may stand for it."""
+        whole = self.wholes.of(value) if isinstance(value, ShardedTensor) else None
+        x.set_own_data(value if whole is None else whole)
 
     def _run(self, func: Any, function: Function, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = function.kind
