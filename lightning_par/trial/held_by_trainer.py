@@ -1,5 +1,5 @@
-"""The user's callbacks and data module as a trial run finds them at its trainer: what it sets there, or appends, goes
-with it."""
+"""The user's callbacks, data module and datasets as a trial run finds them at its trainer: what it sets there, or
+appends, goes with it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections import deque
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_par.private.modes import no_modes
+from lightning_par.private.pytree import tree_map
 
 CONTAINERS = (list, dict, set, deque)
 _SMALL = 1 << 16  # elements
@@ -30,6 +32,19 @@ def set_apart(value: Any) -> Any:
         return value
     with no_modes():  # no function of the step's
         vars(apart).update({name: _apart(x) for name, x in vars(value).items()})
+    return apart
+
+
+def with_data_apart(loaders: Any) -> Any:
+    """Copies of loaders, in whatever the user keeps them, whose datasets are `set_apart`."""
+    return tree_map(_with_data_apart, loaders)
+
+
+def _with_data_apart(loader: Any) -> Any:
+    if not isinstance(loader, DataLoader):
+        return loader
+    apart = copy.copy(loader)
+    vars(apart)["dataset"] = set_apart(loader.dataset)  # which it lets nobody assign
     return apart
 
 

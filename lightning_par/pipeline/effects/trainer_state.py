@@ -1,15 +1,30 @@
-"""What a step may change of its trainer: attributes, and the user's callbacks and data module, where its code names
-them."""
+"""What a step may change of its trainer: attributes, the settings of optimizers, and, where its code names them,
+schedules, the user's datasets, callbacks and data module."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.cells.mappings import MappingCell
+from lightning_par.python_state.found import Found
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import is_users_code
 
 NAME = "self.trainer"
+_SCHEDULES = frozenset(("lr_schedulers", "lr_scheduler_configs"))
+_LOADERS = frozenset(("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"))
+
+
+class SettingsCell(MappingCell):
+    """The settings of a param group, the counts of a schedule: new ones come at each step, and hold nothing."""
+
+    def renew(self, atoms: Collection[Any]) -> bool:
+        return super().renew({*atoms, tuple, list, dict})
 
 
 def look_at_trainer(snapshot: Snapshot, trainer: Any, packages: frozenset[str]) -> None:
@@ -23,9 +38,38 @@ def look_at_trainer(snapshot: Snapshot, trainer: Any, packages: frozenset[str]) 
     held = vars(trainer)
     inner = [name for name in held if name.startswith("_")]  # the library's, which runs change
     snapshot.cells[NAME] = MappingCell(NAME, trainer, held, inner)
+    for n, optimizer in enumerate(trainer.optimizers):
+        for m, group in enumerate(optimizer.param_groups):
+            _look_at(snapshot, SettingsCell(f"{NAME}.optimizers[{n}].param_groups[{m}]", optimizer, group, ["params"]))
+    for n, config in enumerate(() if _SCHEDULES.isdisjoint(snapshot.words) else trainer.lr_scheduler_configs):
+        for m, schedule in enumerate(_schedules(config.scheduler)):
+            _look_at(
+                snapshot, SettingsCell(f"{NAME}.lr_schedulers[{n}] ({m})", schedule, vars(schedule), ["optimizer"])
+            )
+    for name in _LOADERS & snapshot.words:
+        for n, loader in enumerate(tree_leaves(getattr(trainer, name, None))):
+            dataset = getattr(loader, "dataset", None)
+            if is_users_code(type(dataset).__module__, packages):
+                snapshot.add(f"{NAME}.{name}[{n}].dataset", dataset)
     if "callbacks" in snapshot.words:
         for n, callback in enumerate(trainer.callbacks):
             if is_users_code(type(callback).__module__, packages):
                 snapshot.add(f"{NAME}.callbacks[{n}]", callback)
     if "datamodule" in snapshot.words and getattr(trainer, "datamodule", None) is not None:
         snapshot.add(f"{NAME}.datamodule", trainer.datamodule)
+
+
+def _look_at(snapshot: Snapshot, cell: MappingCell) -> None:
+    snapshot.cells[cell.name] = cell
+    for key, x in cell.items():
+        if isinstance(x, Tensor):  # as a rate may be
+            snapshot.tensor(Found(cell.place(key), x, cell, key))
+
+
+def _schedules(schedule: Any) -> Iterator[Any]:
+    """A schedule, and those that it is made of."""
+    yield schedule
+    for value in vars(schedule).values():
+        for x in value if isinstance(value, (list, tuple)) else ():
+            if isinstance(x, LRScheduler):
+                yield from _schedules(x)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_par.pipeline.effects.unit_holdings import UnitHoldings
 from lightning_par.pipeline.effects.unit_reach import is_within, users_within
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.snapshot import Snapshot
@@ -31,7 +32,8 @@ class UnitState:
 
     def __init__(self, module: nn.Module, units: Collection[str], packages: frozenset[str]) -> None:
         found = {path: users_within(module.get_submodule(path), path, packages) for path in units}
-        self._module, self._packages = module, packages
+        self._module, self._packages, self._paths = module, packages, units
+        self.holdings = UnitHoldings(module, units)
         self._units = {path: inner for path, inner in found.items() if inner}
         before = Snapshot([], packages)
         own = before.add_units([pair for inner in self._units.values() for pair in inner])
@@ -43,11 +45,12 @@ class UnitState:
     @contextmanager
     def listening(self, run: Analysis) -> Iterator[None]:
         """``run`` runs inside: what the step's own code assigns to attributes of units is noted."""
-        owners = {id(m): path for path in self._units for m in self._module.get_submodule(path).modules()}
+        owners = {id(m): path for path in self._paths for m in self._module.get_submodule(path).modules()}
 
         def assigned(module: nn.Module, name: str) -> None:
             if id(module) in owners and not run.depth and name != "training":
                 self._assigned.add(owners[id(module)])
+                self.holdings.assigned(module, name)
 
         with hearing_assignments(assigned):
             yield
@@ -56,7 +59,8 @@ class UnitState:
     def call(self, path: str, keeping: Collection[str]) -> Iterator[None]:
         """The unit ``path`` runs inside, which is among ``keeping`` afterwards if it changes anything."""
         self._compare(path)
-        yield
+        with self.holdings.call(path):
+            yield
         if path in keeping and path in self._units:
             now = Snapshot([], self._packages, code=False, hooks=False)
             self._last[path] = [now.cells[name] for name in now.add_units(self._units[path]) if is_within(name, [path])]
@@ -73,10 +77,8 @@ class UnitState:
         """
         called = {path for path, _ in run.units}
         changed = {path for path, cells in self._before.items() if any(x.change_unlent() is not None for x in cells)}
-        changed |= self._assigned
-        return frozenset(
-            path for path in self._units if path not in called or path not in run.changes.keeping and path in changed
-        )
+        changed |= self.holdings.changed()
+        return frozenset(self._units.keys() - called | (changed | self._assigned) - run.changes.keeping.keys())
 
     def resets(self, run: Analysis) -> frozenset[str]:
         """The units of ``run``, which has ended, that keep something, and whose state code outside changes, too."""

@@ -50,7 +50,7 @@ class WatchedState:
         self._spares = Spares()
         self.units = [path for path, m in lightning_module.named_modules() if isinstance(get_call(m), LocatedCall)]
         self._inner: list[tuple[str, nn.Module]] = []
-        self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step's own code changes
+        self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step itself changes
         self._holders = HookHolders(lightning_module)
         self._watched: tuple[Snapshot | None, dict[int, str]] = None, {}  # see `watched`
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
@@ -102,7 +102,8 @@ class WatchedState:
 
     def take_in(self, units: Collection[str]) -> None:
         """From now on look at what these units hold, too: code outside of them changes it, and they don't."""
-        outer = [(f"self.{name}", m) for path in sorted(units) for name, m in self._within(path)]
+        found = {path: self.lightning_module.get_submodule(path) for path in sorted(units)}
+        outer = [(f"self.{name}", m) for path, unit in found.items() for name, m in unit.named_modules(prefix=path)]
         if outer != self._outer:
             self._outer, self._snapshot = outer, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -42,7 +42,7 @@ def make_program(
         uses.setdefault(name, set()).add(stage_of(cut.starts, index))
     routes = _routes(run, cut.starts)
     values = {key: returned_tensors(run.events[key[0]].result)[key[1]] for key in routes.keys}
-    loss, overwritten = loss_in(result), _overwritten(step, run, cut)
+    loss, overwritten, elsewhere = loss_in(result), _overwritten(step, run, cut), _elsewhere(step.module, run, cut)
     plain = not (run.reads or run.prints or run.changes_state or _has_metrics(run.events))
     plain = plain and all(_joins(run, x) for x in run.effects)
     return Program(
@@ -68,7 +68,8 @@ def make_program(
         regions=run.regions,
         deciding=frozenset(run.deciding),
         overwritten=overwritten,
-        elsewhere=_elsewhere(step.module, run, cut),
+        elsewhere=elsewhere,
+        last_buffers=frozenset(b for path in run.homes for b, _ in _named_buffers(step.module, path)) - elsewhere,
         casts_once=max(run.casts.values(), default=1) == 1,
         hooked_later=_hooked_later(run, cut.starts),
     )
@@ -117,6 +118,10 @@ def _elsewhere(module: nn.Module, run: Analysis, cut: Cut) -> frozenset[str]:
     for name, _ in module.named_parameters():
         ranks.setdefault(name, {run.stages.last})
     return frozenset(name for name, held in ranks.items() if held != {cut.at[-1]})
+
+
+def _named_buffers(module: nn.Module, unit: str) -> Iterator[tuple[str, Tensor]]:
+    return module.get_submodule(unit).named_buffers(prefix=unit)
 
 
 def _held(unit: nn.Module) -> list[Tensor]:

@@ -168,9 +168,11 @@ class Program:
         decides: whether it decides anything by values of the model.
         overwritten: the parameters, and buffers within units, that the step writes into.
         elsewhere: parameters, and buffers within units, that another rank than the last stage's has, or has, too.
+        last_buffers: buffers within units that the last stage's rank alone has.
         casts_once: whether no parameter is taken twice by what autocast may run in low precision.
         keeping: the units that change Python state, by their own code or by hooks on them.
         outer: units whose state the step's own code changes, as far as known: those that it does not call.
+        resets: units that change Python state which the step's own code changes, too.
         leaves: whether units change objects, which others were seen not to go by.
         in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
         hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
@@ -207,9 +209,11 @@ class Program:
     deciding: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
+    last_buffers: frozenset[str] = frozenset()
     casts_once: bool = True
     keeping: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
+    resets: frozenset[str] = frozenset()
     leaves: bool = False
     in_hooks: frozenset[str] = frozenset()
     hooked: bool = False
@@ -227,6 +231,11 @@ class Program:
     def axes(self) -> tuple[MicrobatchAxis, ...]:
         """The microbatches, one after another."""
         return tuple(MicrobatchAxis(self.microbatches, i) for i in range(self.microbatches))
+
+    @cached_property
+    def decides_by_values(self) -> bool:
+        """Whether the step may go on by values of the model behind the last unit, as Python gets them."""
+        return any(event.kind == "read" or event.unsized for event in self.events[self.tail :])
 
     @property
     def stages(self) -> int:

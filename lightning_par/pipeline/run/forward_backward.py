@@ -127,7 +127,8 @@ class ForwardBackward:
         self.meets = hooked and self.settle is not None and len(ready.parts) == 1  # backwards what the step did
         says = None if self.rehearses else inner.says
         self.unit_outputs = UnitOutputs(engine.programs.watch, engine.axis, engine.device, ready, says)
-        user_step = UserStep(engine.module, engine.programs.watch, None if self.rehearses else inner, self.unit_outputs)
+        watch, attributes = engine.programs.watch, engine.programs.attributes
+        user_step = UserStep(engine.module, watch, None if self.rehearses else inner, self.unit_outputs, attributes)
         self.user_step, self.outputs = user_step, StepOutputs(ready, self.schedule.trains, user_step, self.key)
         if not self.rehearses:
             inner.begin(ready.program, len(ready.parts) > 1)

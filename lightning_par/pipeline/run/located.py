@@ -62,6 +62,8 @@ class Run(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         # within an event or a unit: its inner functions are not events
         if self.depth or is_metadata(func, name):
+            if name == "__set__" and not self.depth:
+                self.sets(func, args, kwargs)
             return func(*args, **kwargs)
         if name in _OF_DATA and name_of(func) in ("data", "__set__"):
             func = _OF_DATA[name]
@@ -135,6 +137,9 @@ class Run(TorchFunctionMode):
     def copied(self, x: Tensor) -> Tensor:
         """``x`` as it is now."""
         return x.detach().clone()
+
+    def sets(self, func: Any, args: Any, kwargs: Any) -> None:
+        """The step's own code sets a property of a tensor that is none of its values, as ``x.requires_grad``."""
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError

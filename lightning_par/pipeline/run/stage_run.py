@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.effects.after_decision import AfterDecision
 from lightning_par.pipeline.effects.console import hushed, speaking
 from lightning_par.pipeline.effects.one_device_draws import stage_draws
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
@@ -21,6 +22,7 @@ from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.stage_values import StageValues
+from lightning_par.pipeline.trial.fake_step import sets_requires_grad
 from lightning_par.private.compiler import as_compiled
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.registered_hooks import HooksCell
@@ -48,6 +50,7 @@ class StageRun(StageValues):
         hooks: those that hung when the run began.
         module: whose step it is.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
+        decided: looks at what the step sets behind the last unit, if it may go by values of the model there.
     """
 
     told: InnerState | None = None
@@ -56,6 +59,7 @@ class StageRun(StageValues):
     hushed: bool | None = None
     hooks: HooksCell | None = None
     module: nn.Module | None = None
+    decided: AfterDecision | None = None
 
     def __init__(
         self,
@@ -93,6 +97,8 @@ class StageRun(StageValues):
         index, self.count = self.count, self.count + 1
         if index == self.checked:
             self._check_draws()
+        if self.decided is not None and index >= self.program.tail:
+            self.decided.begin()
         if index >= self.end and not self.last:
             raise StageDoneError
         record = self.program.events[index] if index < len(self.program.events) else None
@@ -106,6 +112,16 @@ class StageRun(StageValues):
         """The step has come to its end."""
         if self.checked >= 0:
             self._check_draws()
+        if self.decided is not None:
+            self.decided.refuse()
+
+    def sets(self, func: Any, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and sets_requires_grad(func, args, kwargs):  # a dry run did not
+            raise OtherStageError(
+                f"{user_line()}: after a decision by a value of the model, such as the loss, the step changes whether "
+                "a parameter requires a gradient: the other ranks of the pipeline can't know of it. Do so in "
+                "on_train_batch_end, where all ranks have the loss, or use TensorParallelStrategy."
+            )
 
     def _check_draws(self) -> None:
         """The units of a stage must have left numpy's and Python's global generators alone."""

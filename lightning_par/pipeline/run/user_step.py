@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_par.pipeline.effects.after_decision import AfterDecision
 from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.effects.random_draws import stand_at
 from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
@@ -16,6 +17,7 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.prepared_step import Part
 from lightning_par.pipeline.run.errors import StageDoneError
 from lightning_par.pipeline.run.stage_run import StageRun
+from lightning_par.pipeline.trial.code_attributes import Attributes
 from lightning_par.trial.step import call_step
 
 
@@ -27,10 +29,14 @@ class UserStep:
         watch: its Python state.
         inner: is told what units change; None where nothing of the step is kept.
         outputs: hears what they say.
+        attributes: of units.
     """
 
-    def __init__(self, module: nn.Module, watch: Watch, inner: InnerState | None, outputs: UnitOutputs) -> None:
+    def __init__(
+        self, module: nn.Module, watch: Watch, inner: InnerState | None, outputs: UnitOutputs, attributes: Attributes
+    ) -> None:
         self.module, self.watch, self.inner, self.outputs = module, watch, inner, outputs
+        self._attributes = attributes
 
     def run(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
         """Run the step on ``part``; only a run that ``counts`` leaves a trace, in what is returned."""
@@ -49,6 +55,8 @@ class UserStep:
         told = watch.told(step.batch, not part.apart, hear) if counts else watch.undone(step.batch, hear=hear(None))
         with told as found:
             run.hooks, run.module = watch.hooks, self.module
+            if counts and run.program.decides_by_values:
+                run.decided = AfterDecision(run.program, self._attributes, watch)
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
                     result = run.followed(call_step(self.module, step))

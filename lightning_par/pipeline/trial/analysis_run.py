@@ -172,6 +172,8 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run.in_hooks = _in_hooks(run, copy)
     run.returned = tensors_in(run.followed(result))
     run.effects += run.returned
+    if units is not None:
+        units.holdings.refuse()
     run.outer, run.resets = (asked.outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
     run.effects += held(copy, homes.keys() - run.outer, batch, run)
     run.finish()

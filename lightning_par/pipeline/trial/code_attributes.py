@@ -13,16 +13,19 @@ from itertools import compress
 from operator import ne
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.effects.unit_reach import is_within
 from lightning_par.pipeline.trial.deciding_numbers import Place, Question, deciding
 from lightning_par.private.dict_versions import version_of_dict
+from lightning_par.private.modules import BUFFERS, PARAMETERS
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state.cells.cell import Cell
-from lightning_par.python_state.cells.mappings import BodyCell
+from lightning_par.python_state.cells.mappings import BodyCell, MappingCell
 from lightning_par.python_state.cells.sequences import SetCell, TupleCell
 from lightning_par.python_state.found import ATOMS
-from lightning_par.python_state.reachable import Reach
+from lightning_par.python_state.reachable import OF_EACH_MODULE, Reach
 from lightning_par.python_state.still import Still
 from lightning_par.python_state.user_code import packages_of
 
@@ -62,7 +65,7 @@ class Attributes:
         self._values: dict[str, Any] = {}
         self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
         self._environment = _environment()
-        self._watched_dicts: dict[str, dict[str, Any]] = {}  # of users' modules in units, since `begin`
+        self._watched_dicts: dict[str, dict[str, Any]] = {}  # of modules in units, since `begin`
         self._writes: list[int] = []  # how often these had been written to then
         self._began: dict[int, tuple[Cell, Any]] | None = None  # what moved since `begin`, and what it held then
         self._look()
@@ -94,8 +97,7 @@ class Attributes:
 
     def put_back(self) -> frozenset[str]:
         """Undo what was set since `begin`, and nobody has undone; returns what held that."""
-        held = self._began_with()
-        moved = [(cell, before) for cell, before in held if _holds_another(cell, before)]
+        moved = self._left()
         for cell, before in reversed(moved):
             cell.before = before
             cell.restore()
@@ -105,7 +107,16 @@ class Attributes:
 
     def left(self) -> frozenset[str]:
         """What holds something else than at `begin`, which nobody has undone."""
-        return frozenset(cell.name for cell, before in self._began_with() if _holds_another(cell, before))
+        return frozenset(cell.name for cell, _ in self._left())
+
+    def left_within(self, known: Collection[int]) -> frozenset[str]:
+        """Of `left`, the places within units, but for objects that are ``known``, by their ids, and modes."""
+        left = [(cell, before) for cell, before in self._left() if id(cell.owner) not in known]
+        places = (place for cell, before in left for place in _changed_places(cell, before))
+        return frozenset(place for place in places if is_within(place, self._units))
+
+    def _left(self) -> list[tuple[Cell, Any]]:
+        return [(cell, before) for cell, before in self._began_with() if _holds_another(cell, before)]
 
     def touched(self) -> frozenset[str]:
         """Modules in units to which something was set since `begin`, though it may be what they held then."""
@@ -156,14 +167,15 @@ class Attributes:
         return {**set_now, **dict.fromkeys(sorted(before.keys() - self._values.keys()))}
 
     def _look(self) -> None:
-        self._cells, self._still = _cells(self._module, self._units), Still()
-        held = ((name, cell.owner) for name, cell in self._cells.items())
-        self._holders = {name: vars(owner) for name, owner in held if isinstance(owner, nn.Module)}
+        self._told, self._still = _cells(self._module, self._units), Still()
+        self._cells = {**self._told, **_own_cells(self._module, self._units)}
+        held = ((name, cell.owner) for name, cell in self._cells.items() if _is_modules(cell))
+        self._holders = {name: vars(owner) for name, owner in held}
         self._note()
 
     def _note(self) -> None:
-        self._values = {place: value for cell in self._cells.values() for place, value in _values(cell)}
-        held = ((cell, key, x) for cell in self._cells.values() for key, x in cell.items())
+        self._values = {place: value for cell in self._told.values() for place, value in _values(cell)}
+        held = ((cell, key, x) for cell in self._told.values() for key, x in cell.items())
         self._tensors = [(cell.place(key), x) for cell, key, x in held if type(x) is Tensor]
 
 
@@ -174,6 +186,15 @@ def _holds_another(cell: Cell, before: Any) -> bool:
         return cell.moved()
     finally:
         cell.before = known
+
+
+def _changed_places(cell: Cell, before: Any) -> list[str]:
+    """Where in the cell's object that is not ``before``; modes, of which all ranks are told, don't count."""
+    if not isinstance(cell, MappingCell):
+        return [cell.name]
+    now = cell.now()
+    keys = (key for key in {**before, **now} if now.get(key, cell) is not before.get(key, cell))
+    return [cell.place(key) for key in keys if key != "training" or not isinstance(cell.owner, nn.Module)]
 
 
 def _environment() -> dict[Any, Any]:
@@ -226,6 +247,23 @@ def _cells(module: nn.Module, units: Collection[str]) -> dict[str, Cell]:
 
 def _is_torchs(cell: Cell) -> bool:
     owner = cell.owner
-    if not isinstance(owner, nn.Module):
-        return False
-    return type(owner).__module__.startswith(_INNER) or getattr(cell, "mapping", None) is not vars(owner)
+    return isinstance(owner, nn.Module) and (type(owner).__module__.startswith(_INNER) or not _is_modules(cell))
+
+
+def _is_modules(cell: Cell) -> bool:
+    """Whether the attributes of a module are in it."""
+    return isinstance(cell.owner, nn.Module) and getattr(cell, "mapping", None) is vars(cell.owner)
+
+
+def _own_cells(module: nn.Module, units: Collection[str]) -> dict[str, Cell]:
+    """What torch's modules within units hold, by whose code none of the user's goes, and all modules' buffers."""
+    cells: dict[str, Cell] = {}
+    for name, m in (pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit)):
+        if isinstance(m, torch.jit.ScriptModule):
+            continue
+        if type(m).__module__.startswith(_INNER):
+            cells[name] = MappingCell(name, m, vars(m), OF_EACH_MODULE)
+        for kind in (BUFFERS, PARAMETERS):
+            if vars(m)[kind]:
+                cells[f"{name}.{kind}"] = MappingCell(name, m, vars(m)[kind])
+    return cells
