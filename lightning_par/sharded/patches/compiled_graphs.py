@@ -133,9 +133,9 @@ def _on_parts(plain: Callable[..., Any], use: Use) -> Callable[..., Any]:
             _refuse_draws(graph)
         if not use.on or not (sharded or RunState.current.shared):
             return plain(self, graph, example_inputs)
-        if not may_be_split(graph):
-            raise compiler.skip_frame("it has code within code, which rules are not told of")
         if sharded:
+            if not may_be_split(graph):
+                raise compiler.skip_frame("it has code within code, which rules are not told of")
             return CompiledGraph(graph, self.compiler_fn)
         with unshared(()):  # as in `compiled_graph.Segment`
             return plain(self, graph, example_inputs)
