@@ -32,8 +32,7 @@ from lightning_par.python_state.user_code import is_called_by_libraries, is_user
 SMALL = 1 << 16  # elements of a tensor that is copied without a thought
 _ITEMS = 64  # of one container whose tensors get a spare
 _MOST = 50_000  # objects in all
-OF_EACH_MODULE = frozenset(vars(nn.Module())) - {"training"}
-"""The attributes that torch gives every module, which hold its own."""
+_OWN = frozenset(vars(nn.Module())) - {"training"}
 _STEPS = frozenset("training_step validation_step test_step predict_step forward on_before_batch_transfer "
                    "transfer_batch_to_device on_after_batch_transfer".split())  # fmt: skip
 _ANY_NAME = frozenset("getattr setattr delattr vars eval exec globals attrgetter methodcaller __dict__".split())
@@ -188,7 +187,7 @@ class Reach:
         if id(module) in self.names:
             return
         name = self.name(name, module)
-        skipped = OF_EACH_MODULE | lightning_modules.ATTRIBUTES
+        skipped = _OWN | lightning_modules.ATTRIBUTES
         if isinstance(module, Metric) or metrics.is_collection(module):
             self.metrics[name] = module
             skipped |= metrics.ATTRIBUTES

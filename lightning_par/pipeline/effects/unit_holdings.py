@@ -15,11 +15,9 @@ from torch import nn
 
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
-from lightning_par.python_state.reachable import OF_EACH_MODULE
 from lightning_par.sharded.rules.lookup import user_line
 
 _KINDS = {BUFFERS: "buffer", PARAMETERS: "parameter", MODULES: "module"}
-_SKIPPED = OF_EACH_MODULE | {"training"}  # of which all ranks are told apart
 
 
 class UnitHoldings:
@@ -93,8 +91,13 @@ class _Holding:
 
     def replaced(self) -> str | None:
         """A key under which something else is than the unit has put there."""
-        keys = {**self._known, **self.now}.keys() - _SKIPPED
-        return min((key for key in keys if self.now.get(key) is not self._known.get(key)), default=None)
+        keys = (key for key in {**self._known, **self.now} if self.now.get(key) is not self._known.get(key))
+        return min((key for key in keys if self.kind or not self._is_own(key)), default=None)
+
+    @staticmethod
+    def _is_own(key: str) -> bool:
+        """Whether an attribute is what a class keeps for itself, or the mode, of which all ranks are told apart."""
+        return key.startswith("_") or key == "training"
 
 
 def _refuse(place: str, unit: str, name: str, kind: str) -> None:

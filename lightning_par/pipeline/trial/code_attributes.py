@@ -23,9 +23,10 @@ from lightning_par.private.modules import BUFFERS, PARAMETERS
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.mappings import BodyCell, MappingCell
+from lightning_par.python_state.cells.names import PublicCell
 from lightning_par.python_state.cells.sequences import SetCell, TupleCell
 from lightning_par.python_state.found import ATOMS
-from lightning_par.python_state.reachable import OF_EACH_MODULE, Reach
+from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.still import Still
 from lightning_par.python_state.user_code import packages_of
 
@@ -262,7 +263,7 @@ def _own_cells(module: nn.Module, units: Collection[str]) -> dict[str, Cell]:
         if isinstance(m, torch.jit.ScriptModule):
             continue
         if type(m).__module__.startswith(_INNER):
-            cells[name] = MappingCell(name, m, vars(m), OF_EACH_MODULE)
+            cells[name] = PublicCell(name, m)
         for kind in (BUFFERS, PARAMETERS):
             if vars(m)[kind]:
                 cells[f"{name}.{kind}"] = MappingCell(name, m, vars(m)[kind])

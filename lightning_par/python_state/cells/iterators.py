@@ -29,6 +29,15 @@ class IteratorCell(Cell):
         self.taken: int | None = None  # once that is settled
         return True
 
+    @property
+    def before(self) -> int:  # type: ignore[override]
+        """How many items had been taken."""
+        return self.start
+
+    @before.setter
+    def before(self, taken: int) -> None:
+        self.start = taken
+
     def lend_itself(self) -> None:
         if not self.within:  # else the run around it has lent what it watches
             self.replay.own = self.own

@@ -9,6 +9,8 @@ from itertools import repeat
 from operator import is_
 from typing import Any
 
+from torch import nn
+
 from lightning_par.python_state.cells.mappings import NOTHING, MappingCell
 
 
@@ -21,7 +23,15 @@ class NamesCell(MappingCell):
         self.names = dict.fromkeys(names)
         super().__init__(name, owner, {})
         self.before = self._now()
-        self.values = list(map(self._get, self.names))
+
+    @property
+    def before(self) -> dict[Any, Any]:  # type: ignore[override]
+        return self._before
+
+    @before.setter
+    def before(self, held: dict[Any, Any]) -> None:
+        self._before = held
+        self.values = [held.get(name, NOTHING) for name in self.names]
 
     def counted(self) -> dict[Any, Any] | None:
         return self.owner if type(self.owner) is dict else None
@@ -52,15 +62,29 @@ class NamesCell(MappingCell):
     def moved(self) -> bool:
         return not all(map(is_, map(self._get, self.names), self.values))
 
-    def renew(self, atoms: Collection[Any]) -> bool:
-        renewed = super().renew(atoms)
-        if renewed:
-            self.values = list(map(self._get, self.names))
-        return renewed
-
     def keep(self, key: Any, value: Any, instead: Sequence[Any]) -> None:
         super().keep(key, value, instead)
-        self.values = list(map(self._get, self.names))
+        self.before = self.before
+
+
+class PublicCell(NamesCell):
+    """The attributes of a module, but for those that its class keeps for itself, as weak references to weights."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module, [key for key in vars(module) if not key.startswith("_")])
+        self.mapping = vars(module)
+
+    def counted(self) -> dict[str, Any]:
+        return vars(self.owner)
+
+    def _get(self, name: str) -> Any:
+        return vars(self.owner).get(name, NOTHING)
+
+    def _put(self, key: Any, value: Any) -> None:
+        vars(self.owner)[key] = value
+
+    def _delete(self, key: Any) -> None:
+        del vars(self.owner)[key]
 
 
 class SlotsCell(NamesCell):

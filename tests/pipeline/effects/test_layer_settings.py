@@ -165,15 +165,13 @@ def test_what_a_step_sets_is_one_devices(way: str, when: str, microbatches: int,
     [
         dict(pipeline_parallel_size=2, schedule="interleaved_1f1b"),
         dict(pipeline_parallel_size=2, placement="balanced"),
-        dict(pipeline_parallel_size=2, data_parallel_size=2, data_parallel="fsdp"),
         dict(pipeline_parallel_size=2, tensor_parallel_size=2),
     ],
-    ids=["interleaved", "placement", "fsdp", "tensor"],
+    ids=["interleaved", "placement", "tensor"],
 )
 @pytest.mark.parametrize("way", ["slope", "rate", "dataset", "buffer"])
 def test_other_layouts_set_it_too(way: str, layout: dict[str, Any], pool: Pool) -> None:
-    ranks = 2 if len(layout) == 2 and "tensor_parallel_size" not in layout else 4
-    check(pool, _fit, way, "always", layout, world=ranks)
+    check(pool, _fit, way, "always", layout, world=4 if "tensor_parallel_size" in layout else 2)
 
 
 def test_a_buffer_that_each_step_replaces_is_one_devices(pool: Pool) -> None:
