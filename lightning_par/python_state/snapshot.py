@@ -23,6 +23,7 @@ from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_cop
 from lightning_par.python_state.still import Still
 from lightning_par.python_state.tensor_writes import forget_write, is_written, overwrite, version_of
 
+_SMALL = 1 << 16  # entries of a tensor of which a look at it has a copy
 _Kind = TypeVar("_Kind", bound=Cell)
 
 
@@ -92,6 +93,20 @@ class Snapshot(Reach):
         tensors = (held.tensor for held in self.tensors.values() if held.lends and not held.tensor.is_meta)
         with plainly():
             self._copies = [(x, version_of(x), x.detach().clone()) for x in tensors]
+        return self
+
+    def compare_contents(self) -> Snapshot:
+        """Let `left` tell, too, what is written into small tensors by ways that their versions don't count.
+
+        Returns:
+            Itself.
+        """
+        with plainly():
+            for held in self.tensors.values():
+                x = held.tensor
+                copy = None if x.is_meta or x.numel() > _SMALL else x.detach().clone()
+                for cell, key in held.slots if copy is not None else ():
+                    cell.watch(key, x, copy)
         return self
 
     def keep_tensors(self, spares: Spares) -> None:
@@ -227,7 +242,7 @@ class Snapshot(Reach):
             cell.restore()
         with plainly(), torch.no_grad():
             for x, version, copy in self._copies:
-                if is_written(x, version):
+                if is_written(x, version, copy):
                     overwrite(x, copy)
         self._refuse_written_items()
         return overwritten

@@ -35,7 +35,11 @@ class _Copy:
 
 
 class Spares:
-    """Gives copies, the last run's where neither they nor the originals have changed since."""
+    """Gives copies, the last run's where neither they nor the originals have changed since.
+
+    Whether they have their versions tell, which count what torch's functions write, and nothing that is written through
+    `.data` or an array of numpy: who lets other code run calls `forget`.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[int, _Copy] = {}
@@ -62,7 +66,7 @@ class Spares:
         return found
 
     def forget(self) -> None:
-        """The run has stored some of them."""
+        """The originals may hold something else now, whatever their versions say."""
         self._copies = {}
 
 

@@ -23,9 +23,21 @@ def forget_write(tensor: Tensor) -> None:
     vars(tensor).pop("_written_uncounted", None)
 
 
-def is_written(tensor: Tensor, version: int) -> bool:
-    """Whether ``tensor`` was changed since it had ``version``."""
-    return version_of(tensor) != version or hasattr(tensor, "_written_uncounted")
+def is_written(tensor: Tensor, version: int, copy: Tensor | None = None) -> bool:
+    """Whether ``tensor`` was changed since it had ``version``; with a ``copy`` of then, by ways, too, that no version
+    counts: `.data`, arrays of numpy."""
+    if version_of(tensor) != version or hasattr(tensor, "_written_uncounted"):
+        return True
+    return copy is not None and not holds_the_same(tensor, copy)
+
+
+def holds_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, with NaN where the other one has it."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout != torch.strided or not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other) if one.layout == torch.strided else True
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def set_to(tensor: Tensor, value: Tensor) -> None:

@@ -70,4 +70,4 @@ def state_of(unit: nn.Module, path: str, packages: frozenset[str], lent: Sequenc
             state.add(f"hook {n} of {name}", hook)
     state.add_units(inner)
     state.add_modules([(f"{LENT}{n} of {path}", m) for n, m in enumerate(lent)])
-    return state
+    return state.compare_contents()

@@ -55,6 +55,10 @@ class Watch(WatchedState):
         self._stand_ins = MetricStandIns()
         self._spares_of_batch = Spares()
 
+    def begin(self) -> None:
+        super().begin()
+        self._spares_of_batch.forget()
+
     @contextlib.contextmanager
     def undone(self, batch: Any = None, keep: bool = False, hear: Recorder | None = None) -> Iterator[None]:
         """Whatever the run inside does to the state is undone; its logs, prints and metric updates do nothing.

@@ -62,6 +62,11 @@ class WatchedState:
             self._snapshot = self._walked()
         return self._snapshot
 
+    def begin(self) -> None:
+        """A step begins. Code that ran since the last one may have written into tensors by ways that their versions
+        don't count, as `.data` and arrays of numpy: copies of them are made anew."""
+        self._spares.forget()
+
     def moves(self) -> set[tuple[str, Any, int]]:
         """What is other than at the last `snapshot`: see `Snapshot.moves`."""
         return set() if self._snapshot is None else self._snapshot.moves()
@@ -112,7 +117,8 @@ class WatchedState:
         inner = [(f"self.{name}", m) for name, m in self._within(path)]
         apart = {key: name for key, name in self._units.items() if all(key != id(m) for _, m in inner)}
         snapshot = self._walked(apart, hooks=False)
-        return snapshot, set(snapshot.add_units(inner))
+        own = set(snapshot.add_units(inner))
+        return snapshot.compare_contents(), own
 
     def everything(self, parameters: bool = False, hooks: bool = False) -> tuple[Snapshot, set[str]]:
         """What is there now, within units, too, with all that hooks reach; and what units alone hold.
@@ -128,7 +134,7 @@ class WatchedState:
         for name, p in self.lightning_module.named_parameters() if parameters else ():
             for n, hook in enumerate(hook for hooks in hooks_of(p) for hook in hooks.values()):
                 snapshot.add(f"hook {n} of {name}", hook)
-        return snapshot, own
+        return snapshot.compare_contents(), own
 
     def reach_of_unit(self, path: str, module: nn.Module) -> Reach:
         """All that code within a unit reaches, but for what is watched beside the units."""

@@ -21,7 +21,7 @@ from lightning_par.pipeline.program.prepared_step import Part, Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.update_calls import UpdateCall, joined_calls
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.trial.code_attributes import Attributes, flags_among
+from lightning_par.pipeline.trial.code_attributes import TENSORS, Attributes, flags_among
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study
 from lightning_par.private.lightning_modules import trainer_of
@@ -34,6 +34,7 @@ from lightning_par.trial.trainer_stand_ins import numbers_of
 
 _second, _requires_grad, _training = itemgetter(1), attrgetter("requires_grad"), attrgetter("training")
 
+_ALIKE = "Let all ranks do the same in a step."
 MOST_STUDIES = 12  # of batches of one shape, for what modules and trainer say, before they are left whole
 MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
 
@@ -80,8 +81,10 @@ class Programs:
             raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
         wanted = max(1, min(microbatches, samples))  # so that no microbatch is empty
         self.hooks.agree()
+        self.watch.begin()
+        self._hear()
         signature = self._signature(step, wanted)
-        first, tried = self._is_first(signature), step
+        first, tried = self._is_first(signature), replace(step, lent=self.attributes.lent)
         while True:
             known = self.made.setdefault(signature, [])
             start = generators.global_state()
@@ -107,6 +110,17 @@ class Programs:
                 first, tried = False, replace(step, lent=lacking_buffers(self.module, self.hooks.axis))
             wanted = self._study(tried, wanted, signature)
             signature = self._signature(step, wanted)
+
+    @property
+    def _goes_by_contents(self) -> bool:
+        """Whether layers decide by what small tensors hold, of which ranks have their own."""
+        return TENSORS in self.deciding and self.attributes.tell
+
+    def _hear(self) -> None:
+        """All ranks learn what these tensors hold."""
+        if self._goes_by_contents:
+            self.hooks.meeting.at_any_time("came to a step with layers that decide by values of tensors", _ALIKE)
+            self.attributes.hear(self.hooks.axis.all_gather_object(self.attributes.contents(), "buffers"))
 
     def _warn_once(self, name: str, reason: str) -> None:
         if name not in self._warned and torch.distributed.get_rank() == 0:
@@ -154,7 +168,9 @@ class Programs:
             if microbatches == 1:
                 raise
             mixed = str(error)
-        mixed = self.hooks.any_of(mixed, axis.tried)
+        if self._goes_by_contents:
+            self.hooks.meeting.at_any_time("studied a step anew", _ALIKE)
+        mixed = self.hooks.any_of(mixed, axis.tried or self._goes_by_contents)
         if mixed is not None or program is None:
             self.refused[signature] = str(mixed)
             if step.name in self._cut:

@@ -7,7 +7,7 @@ every step; within units it may begin to mix samples when someone sets a flag, o
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import compress
 from operator import ne
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.unit_reach import is_within
 from lightning_par.pipeline.trial.deciding_numbers import Place, Question, deciding
 from lightning_par.private.dict_versions import version_of_dict
-from lightning_par.private.modules import BUFFERS, PARAMETERS
+from lightning_par.private.modules import BUFFERS, PARAMETERS, buffers_of
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.mappings import BodyCell, MappingCell
@@ -47,11 +48,15 @@ class Attributes:
     """Plain values that units reach, as code outside units sets them: on modules, in classes, globals, closures,
     in the environment.
 
-    What a unit sets itself does not count: other ranks would not know.
+    What a unit sets itself does not count: other ranks would not know. What small tensors hold, by which units may
+    decide, the ranks tell one another before each step: one of them alone has the buffers of a layer.
 
     Args:
         module: the LightningModule.
         units: the FQNs of its units.
+
+    Attributes:
+        lent: what small tensors hold of which another rank has told, by the id of what stands for them here.
 
     Example::
 
@@ -65,13 +70,14 @@ class Attributes:
         self._changed: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
+        self.lent: dict[int, Tensor] = {}
         self._environment = _environment()
         self._watched_dicts: dict[str, dict[str, Any]] = {}  # of modules in units, since `begin`
         self._writes: list[int] = []  # how often these had been written to then
         self._began: dict[int, tuple[Cell, Any]] | None = None  # what moved since `begin`, and what it held then
         self._look()
         # Whether something goes by other numbers, no trial run shows.
-        self._watched = {place for cell in self._cells.values() if watches_numbers(cell) for place, _ in _values(cell)}
+        self._watched = {place for cell in self._told.values() if watches_numbers(cell) for place, _ in _values(cell)}
 
     def changed_since(self, deciding: Collection[str]) -> tuple[tuple[str, Any], ...]:
         """What was set outside units since the run began; numbers that are no counts, and what small tensors hold,
@@ -86,6 +92,28 @@ class Attributes:
             for place, value in self._changed.items()
             if type(value) is not float or place in deciding or place not in self._watched
         )
+
+    @property
+    def tell(self) -> bool:
+        """Whether there are small tensors by which units may decide, on any rank."""
+        return any(x.numel() <= FEW for _, x in self._held())
+
+    def contents(self) -> dict[str, tuple[list[Any], bool]]:
+        """What small tensors hold that are here, by place, and whether code outside units has written it since the
+        last step, by ways that their versions don't count, too."""
+        written = self._rewritten(by_version=False)
+        return {place: (x.flatten().tolist(), place in written) for place, (x, _, _) in (self._contents or {}).items()}
+
+    def hear(self, told: Iterable[Mapping[str, tuple[list[Any], bool]]]) -> None:
+        """The `contents` that each of the ranks has told."""
+        found: dict[str, list[Any]] = {}
+        for theirs in told:
+            found.update((place, content) for place, (content, _) in theirs.items())
+            self._changed.update((place, repr(content)) for place, (content, written) in theirs.items() if written)
+        lacking = ((place, x) for place, x in self._held() if is_elsewhere(x) and place in found)
+        self.lent = {
+            id(x): torch.tensor(found[place], dtype=x.dtype, device=x.device).view(x.shape) for place, x in lacking
+        }
 
     def begin(self) -> None:
         """A run of the step's own code begins, in which no unit runs: what it sets can be undone.
@@ -135,20 +163,27 @@ class Attributes:
         """A step has run: what it set is known."""
         self._renewed()
         if self._contents is not None:
-            self._rewritten()
+            self._rewritten(by_version=False)
 
-    def _rewritten(self) -> dict[str, Any]:
-        """What tensors hold now that held something else at the last look."""
+    def _rewritten(self, by_version: bool = True) -> dict[str, Any]:
+        """What tensors hold now that held something else at the last look; where their versions have not changed, they
+        are not looked at, if it goes ``by_version``."""
         was, now = self._contents, dict[str, tuple[Tensor, int, str]]()
-        for place, x in self._tensors:
-            if x.device.type != "meta" and x.numel() <= FEW:
+        for place, x in self._held():
+            if not is_elsewhere(x) and x.device.type != "meta" and x.numel() <= FEW:
                 before, version, content = (was or {}).get(place, (None, 0, ""))
-                same = before is x and version == write_count(x)
-                now[place] = (x, write_count(x), content if same else repr(x.tolist()))
+                same = by_version and version == write_count(x) and before is x
+                now[place] = (x, write_count(x), content if same else repr(x.flatten().tolist()))
         self._contents = now
         return (
             {} if was is None else {place: x for place, (_, _, x) in now.items() if x != was.get(place, (0, 0, ""))[2]}
         )
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors in attributes, and buffers of users' modules, by place."""
+        yield from self._tensors
+        for path, module in self._modules:
+            yield from ((f"{path}.{name}", x) for name, x in buffers_of(module).items() if x is not None)
 
     def _renewed(self) -> dict[str, Any]:
         """What was set since the last look, by place; None where something is gone."""
@@ -172,6 +207,7 @@ class Attributes:
         self._cells = {**self._told, **_own_cells(self._module, self._units)}
         held = ((name, cell.owner) for name, cell in self._cells.items() if _is_modules(cell))
         self._holders = {name: vars(owner) for name, owner in held}
+        self._modules = [*_users_modules(self._module, self._units)]
         self._note()
 
     def _note(self) -> None:
@@ -241,9 +277,13 @@ def _values(cell: Cell) -> Iterator[tuple[str, Any]]:
 def _cells(module: nn.Module, units: Collection[str]) -> dict[str, Cell]:
     """What users' modules within units reach, but for what torch's modules hold."""
     reach = Reach(packages_of(module))
-    named = [pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit)]
-    reach.add_modules((path, child) for path, child in named if not type(child).__module__.startswith(_INNER))
+    reach.add_modules(_users_modules(module, units))
     return {name: cell for name, cell in reach.cells.items() if not _is_torchs(cell)}
+
+
+def _users_modules(module: nn.Module, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    named = (pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit))
+    yield from ((path, child) for path, child in named if not type(child).__module__.startswith(_INNER))
 
 
 def _is_torchs(cell: Cell) -> bool:

@@ -21,7 +21,8 @@ from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
-from lightning_par.sharded.functions import HOOKS, READS, RECURRENT, SIZED_BY_SECOND, name_of
+from lightning_par.python_state.tensor_writes import note_write
+from lightning_par.sharded.functions import ARRAYS, HOOKS, READS, RECURRENT, SIZED_BY_SECOND, name_of
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
@@ -203,14 +204,22 @@ class FakeRun(CallTree, Run):
         return run_on_ones(self.mode, func, args, kwargs)
 
     def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A buffer that is updated at each call must not be updated once a microbatch."""
+        """A buffer that is updated at each call must not be updated once a microbatch; what hands out its memory, as by
+        `.data`, is taken for written, which no version tells."""
+        name, into = getattr(func, "__name__", ""), kwargs.get("out")
+        if args and type(args[0]) is Tensor and (name in ARRAYS or _is_of_data(func, name)):
+            note_write(args[0])
         if self.axis is None:
             return
-        into = kwargs.get("out")
-        if into is None and args and writes(getattr(func, "__name__", "")):
+        if into is None and args and (name in ARRAYS or writes(name)):
             into = args[0]
         if id(into) in self.buffers:
             raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
+
+
+def _is_of_data(func: Any, name: str) -> bool:
+    """Whether ``func`` gets or sets the `.data` of a tensor."""
+    return name in ("__get__", "__set__") and getattr(func.__self__, "__name__", "") == "data"
 
 
 def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:

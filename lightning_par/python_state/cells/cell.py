@@ -28,7 +28,7 @@ class Cell:
         self.owner = owner
         self.fixed = fixed
         self.lent: dict[Any, tuple[Any, int | None]] = {}  # by key: what stands in, its version as the run begins
-        self.versions: dict[Any, tuple[Tensor, int]] = {}  # of tensors that are watched only
+        self.versions: dict[Any, tuple[Tensor, int, Tensor | None]] = {}  # and copies, of tensors that are watched only
 
     def place(self, key: Any) -> str:
         return f"{self.name}.{key}" if self.dotted else f"{self.name}[{key!r}]"
@@ -37,9 +37,9 @@ class Cell:
         """The keys and values in it, as they were before."""
         return iter(())
 
-    def watch(self, key: Any, tensor: Tensor) -> None:
-        """Note how often ``tensor`` was changed."""
-        self.versions[key] = tensor, version_of(tensor)
+    def watch(self, key: Any, tensor: Tensor, copy: Tensor | None = None) -> None:
+        """Note how often ``tensor`` was changed; with a ``copy``, what it holds."""
+        self.versions[key] = tensor, version_of(tensor), copy
 
     def lend(self, key: Any, stand_in: Any) -> None:
         """Let the run see ``stand_in`` in place of what is there."""
@@ -48,7 +48,7 @@ class Cell:
 
     def overwritten(self) -> list[str]:
         """Tensors without a spare that were changed in place."""
-        return [self.place(key) for key, (tensor, version) in self.versions.items() if is_written(tensor, version)]
+        return [self.place(key) for key, watched in self.versions.items() if is_written(*watched)]
 
     def inplace(self) -> dict[Any, Tensor]:
         """The new values of tensors that were changed in place, by key."""
@@ -80,7 +80,7 @@ class Cell:
 
     def change_unlent(self) -> Change | None:
         """What was changed, where all tensors are watched only."""
-        written = {key for key, (tensor, version) in self.versions.items() if is_written(tensor, version)}
+        written = {key for key, watched in self.versions.items() if is_written(*watched)}
         # no version is -2: they count as written
         self.lent = {key: (self.versions[key][0].detach().clone(), -2) for key in written}
         try:
