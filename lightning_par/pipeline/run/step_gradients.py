@@ -112,6 +112,8 @@ class StepGradients:
             compared: whether `check` will be called.
         """
         own, self._found = self._found, self._engine.finish_gradients(self._found)
+        if self._engine.leaves is not None:
+            self._found = self._engine.leaves.finish(self._found)
         if self._ahead is not None:
             self._ahead.send_rest(self._found)
         if compared:
@@ -120,7 +122,9 @@ class StepGradients:
     def check(self, expected: frozenset[str]) -> None:
         """Raises RuntimeError where other parameters have a gradient than those ``expected``, which have one on one
         device."""
-        refuse_others(expected, self._got, self._named, self._engine.axis.rank)
+        leaves = () if self._engine.leaves is None else self._engine.leaves.names
+        weights = [name for name in self._named if name not in leaves]
+        refuse_others(expected, self._got, weights, self._engine.axis.rank)
 
     def _with_gradient(self, own: Mapping[Tensor, Tensor | None]) -> set[str]:
         """The names of those that have a gradient, as this rank's ``own`` or once it is summed."""
