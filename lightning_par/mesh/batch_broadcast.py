@@ -53,7 +53,7 @@ def broadcast_batch(
         axis: the ranks that share the batch.
         device: where the process group's tensors live, e.g. the strategy's root device.
         source: the index along ``axis`` of the rank whose batch it is.
-        detach: tensors arrive without their graph, on the source, too.
+        detach: tensors arrive as leaves, on the source, too; those that were leaves as they were.
         purpose: what ledgers call the transfers.
         known: objects that don't travel, since all ranks have them.
         packed: the batch as `pack` made it on the source, if it has.
@@ -122,7 +122,7 @@ class _Packer(pickle.Pickler):
             return None
         if id(obj) not in self._index:
             self._index[id(obj)] = len(self.tensors)
-            self.tensors.append(obj.detach() if self.detach else obj)
+            self.tensors.append(_without_graph(obj) if self.detach else obj)
         return self._index[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
@@ -135,6 +135,10 @@ class _Packer(pickle.Pickler):
             defaults = tuple(getattr(obj, "_field_defaults", {}).items())
             return _named_tuple, (obj.__module__, obj.__name__, vars(obj)["_fields"], defaults)
         return NotImplemented
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.requires_grad and x.is_leaf else x.detach()
 
 
 def _is_importable(kind: type) -> bool:

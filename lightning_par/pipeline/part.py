@@ -26,6 +26,7 @@ from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.run.engine import Engine
+from lightning_par.pipeline.run.kept_leaves import KeptLeaves
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.analysis import ReadFirstError
@@ -105,6 +106,7 @@ class StagesPart(Part):
         sharding = self.groups.sharding
         self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting, sharding)
         engine.update_weights = self._outside.update_weights
+        engine.leaves = KeptLeaves(first.module, axis, Meeting(axis, self.wanted.timeout, "leaves"))
         self.engine, self._module = engine, first.module
 
     def adopt(self, optimizer: Any) -> None:
@@ -197,7 +199,7 @@ class StagesPart(Part):
             own = [*map(leaf, held.values())]
         if not engine.programs.reads_gradients:
             set_each(spent_gradients(module, optimizers), "grad", repeat(None))
-        named = dict(zip(held, own))
+        named = dict(zip(held, own)) | ({} if engine.leaves is None else engine.leaves.found())
         if self._unverified:
             self._verify(engine, step, named, key)
             self._unverified = engine.skips  # then there was nothing to compare

@@ -37,12 +37,24 @@ def is_module_end(node: Any) -> bool:
 
 def module_that_marks_ends(frame: FrameType) -> nn.Module | None:
     """The module whose `BackwardHook` asks in ``frame`` for the nodes at its ends; None where other code runs there."""
+    hook = _asking_hook(frame)
+    return None if hook is None else hook.module
+
+
+def begins_module(frame: FrameType) -> bool | None:
+    """Whether a `BackwardHook` asks in ``frame`` for the node where its module begins, for hooks that want both ends;
+    None where it has none of these, or other code runs there."""
+    hook = _asking_hook(frame)
+    return hook.n_inputs == -1 if hook is not None and hook.user_hooks else None
+
+
+def _asking_hook(frame: FrameType) -> Any:
     if frame.f_globals.get("__name__") != torch.utils.hooks.__name__:
         return None
     for place in (frame, frame.f_back):  # it may ask in a comprehension
         hook = None if place is None else place.f_locals.get("self")
         if isinstance(hook, torch.utils.hooks.BackwardHook):
-            return hook.module
+            return hook
     return None
 
 

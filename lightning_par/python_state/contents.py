@@ -74,6 +74,11 @@ class CacheCell(Cell):
             self.owner.cache_clear()
         self.before = self.owner.cache_info()
 
+    def forget(self) -> None:
+        """What a trial was the first to fill is as it was; what was there before can't be put back, and stays."""
+        if not self.before.currsize and self.owner.cache_info().misses != self.before.misses:
+            self.owner.cache_clear()
+
     def forgets(self, before: Any, now: Any) -> bool:
         """Whether what was computed between two ``cache_info()`` goes."""
         return holds(self.owner, lambda x: isinstance(x, FakeTensor))

@@ -16,7 +16,7 @@ from lightning_par.python_state.user_code import packages_of
 
 
 @contextlib.contextmanager
-def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_copy: bool = True) -> Iterator[None]:
+def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_copy: bool = True) -> Iterator[Snapshot]:
     """Whatever a trial run of a copy of ``module`` does to Python's state, nothing is left of it.
 
     Args:
@@ -37,6 +37,6 @@ def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_c
     state.lend(Spares(), as_is, modules=not is_copy)
     try:
         with reading(state.locked()):
-            yield
+            yield state
     finally:
         state.restore()

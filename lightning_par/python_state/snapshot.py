@@ -16,7 +16,7 @@ from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.iterators import IteratorCell
 from lightning_par.python_state.cells.sequences import TupleCell
 from lightning_par.python_state.changes import Change, MappingChange, as_it_is
-from lightning_par.python_state.contents import LockedCell
+from lightning_par.python_state.contents import CacheCell, LockedCell
 from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
@@ -246,6 +246,11 @@ class Snapshot(Reach):
                     overwrite(x, copy)
         self._refuse_written_items()
         return overwritten
+
+    def forget_cached(self) -> None:
+        """What caches of functions have remembered since, where they were empty, goes."""
+        for cell in self._of(CacheCell):
+            cell.forget()
 
     def _refuse_written_items(self) -> None:
         given, self.items_given = self.items_given, []

@@ -23,19 +23,26 @@ PARTS = "which works on this rank's part of a tensor"
 SHARES = "to which this rank's share of a gradient comes"
 STAGES = "of which each rank of a pipeline has those of its own stages"
 UNSYNCED = "to which this rank's own gradient comes, before the ranks' are synced"
+_ADVICE = "Do it in on_before_optimizer_step, or by `register_hook` of the weight."
 
 
 def as_asked(node: Any, x: Tensor, frame: types.FrameType, torn: str | None = None) -> Any:
     """The ``node`` that made ``x``, as the code of ``frame`` knows it; torch's and our own gets it as it is.
 
     Args:
-        node: None for a leaf.
+        node: None for a leaf, and where another stage has it.
         x: which may be a part of what the code asked.
         frame: of the code that reads ``grad_fn``.
         torn: why hooks on it would not meet what they do on one device; found out where it is None.
     """
-    if node is None or is_inner(asker_of_node(frame)):
+    if node is None and not vars(x).get("_links") or is_inner(asker_of_node(frame)):
         return node
+    if node is None:
+        from lightning_par.sharded.rules.gather_report import user_line
+
+        raise NotImplementedError(
+            f"{user_line()}: the node of autograd's graph behind a view of a weight is asked for, {STAGES}. {_ADVICE}"
+        )
     return _of(node, torn or RunState.current.torn or _why(x))
 
 
@@ -88,7 +95,7 @@ class AskedNode(NodeStand):
                 + (
                     "Write `x.register_hook(hook)`, which is given the whole gradient of x, and may return another."
                     if leaf is None
-                    else "Do it in on_before_optimizer_step, or by `register_hook` of the weight."
+                    else _ADVICE
                 )
             )
 

@@ -20,8 +20,9 @@ from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.private.transforms import in_functorch, is_wrapped
+from lightning_par.python_state.drawing_caches import drew_for_cache
 from lightning_par.python_state.nested_tensors import cloned
-from lightning_par.sharded.functions import READS, VALUE_PROPERTIES, name_of
+from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW, READS, VALUE_PROPERTIES, name_of
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
@@ -41,6 +42,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         events: the functions so far.
+        drew_for_cache: whether a function under `functools.lru_cache` drew.
         ends: values that the step runs backward from itself, of a plan.
         hollow: whether large values of the batch are fake.
         by_hand: the weights of a plan's step that runs backward itself.
@@ -54,6 +56,7 @@ class Recorder(TorchFunctionMode):
         self.mode, self.guesses, self.listener = mode, guesses, listener
         self.events: list[Event] = []
         self.ends: list[End] = []
+        self.drew_for_cache = False  # for a function's that later calls find filled
         self.within = 0  # how many functions are being written out, of which the listener hears as a whole
         self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
         self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
@@ -95,7 +98,7 @@ class Recorder(TorchFunctionMode):
         if name == "__deepcopy__" and is_fake(args[0]):
             return _copied(*args)
         given = args, kwargs
-        result, ran = self._run(func, name, args, kwargs) if fakes else (self._computed(func, args, kwargs), func)
+        result, ran = self._run(func, name, args, kwargs) if fakes else (self._computed(func, name, args, kwargs), func)
         if self.hollow and (not fakes or all(map(is_large, fakes)) or writes(name)):
             note_made((result, args[:1] if writes(name) else ()), (args, kwargs))
         self.tell(func, *given, result, unsized=isinstance(ran, OnOnes) and ran.unsized)
@@ -107,10 +110,14 @@ class Recorder(TorchFunctionMode):
             self.keep(func, args, kwargs, result)
         return result
 
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The result of a function that takes no fakes."""
         with LargeAsFakes(self.mode) if self.hollow else contextlib.nullcontext():
-            return func(*args, **kwargs)
+            if name not in DRAWS and name not in DRAWS_ANEW:
+                return func(*args, **kwargs)
+            result, cache = drew_for_cache(lambda: func(*args, **kwargs))
+            self.drew_for_cache |= cache is not None
+            return result
 
     def keep_read(self, func: Any, args: Any, kwargs: Any) -> None:
         """``func`` reads a value of the model."""

@@ -74,6 +74,7 @@ class Recording:
         patterns: of the guesses by which the step ran.
         heard: what a `lightning_par.trial.listener.Listener` made of the run, if it came to its end.
         ends: where the step runs backward itself, of a plan.
+        drew_for_cache: whether a function under `functools.lru_cache` drew.
         plain: of a run on sharded tensors, what the step would do on whole ones, where that was asked for and is known.
     """
 
@@ -85,6 +86,7 @@ class Recording:
     refused: str | None = None
     patterns: Patterns = field(default_factory=dict)
     heard: Any = None
+    drew_for_cache: bool = False
     ends: tuple[End, ...] = ()
     plain: Recording | None = None
 

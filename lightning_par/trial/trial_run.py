@@ -135,10 +135,12 @@ class _Run:
 
     def trial(self, starts: bool, guesses: Guesses) -> Trial[Recording]:
         """The step by ``guesses``; ``starts`` says whether hooks of the start of a run are called before."""
-        with kept(self.module):  # class bodies, globals and closures, which the copy shares
+        with kept(self.module) as state:  # class bodies, globals and closures, which the copy shares
             heard = self.listeners is not None and (not starts or self.hears_started)
             listener = self.listeners() if heard else None  # type: ignore[misc]
             recording = copy_context().run(self._recorded, guesses, starts, listener)
+            if recording.drew_for_cache:  # which the step itself is to draw
+                state.forget_cached()
         turns = guesses.endless is not None  # of a loop, which come to nothing
         worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
         # A loop in an evaluation that generates text is mostly all that there is of it.
@@ -170,8 +172,8 @@ class _Run:
         tensors = tuple(recorder.fake(x) for x in tensors_of(batch))
         events = tuple(recorder.events)
         found = Recording(events, parameters, tensors, result, stopped, refused, guesses.patterns)
-        found = replace(found, ends=tuple(recorder.ends))
-        return found if stopped is not None else _heard(found, recorder, batch)
+        found = replace(found, ends=tuple(recorder.ends), drew_for_cache=recorder.drew_for_cache)
+        return found if stopped is not None or recorder.drew_for_cache else _heard(found, recorder, batch)
 
     def _called(self, copy: Any, batch: Any, recorder: Recorder) -> tuple[Any, str | None, str | None]:
         """What the step returns, why it ended early, and what no recording can follow, if that was the reason."""

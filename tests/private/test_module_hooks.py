@@ -18,6 +18,7 @@ from lightning_par.private.module_hooks import (
     BackwardHook,
     backward_hook,
     backward_hooks_on_all,
+    begins_module,
     dicts_of_hooks,
     drop_forward_hooks,
     handles_made,
@@ -153,9 +154,12 @@ def test_modules_make_their_backward_hooks_of_what_stands_there(monkeypatch: pyt
 
 def test_who_asks_for_the_ends_of_a_module_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
+    begins: list[bool | None] = []
 
     def grad_fn(x: torch.Tensor) -> Any:
-        asked.append((module_that_marks_ends(sys._getframe(1)), is_module_end(node_of(x))))
+        frame = sys._getframe(1)
+        asked.append((module_that_marks_ends(frame), is_module_end(node_of(x))))
+        begins.append(begins_module(frame))
         return node_of(x)
 
     monkeypatch.setattr(torch.Tensor, "grad_fn", property(grad_fn), raising=False)
@@ -163,6 +167,8 @@ def test_who_asks_for_the_ends_of_a_module_is_known(monkeypatch: pytest.MonkeyPa
     module.register_full_backward_hook(lambda *args: None)
     out = module(torch.ones(1, 1, requires_grad=True))
     assert (module, True) in asked and (module, False) not in asked
+    told = [x for x in begins if x is not None]
+    assert (told[0], told[-1]) == (True, False)
     asked.clear()
     assert out.grad_fn is not None and asked == [(None, True)] and not is_module_end(None)
 

@@ -125,10 +125,12 @@ class WeightView(Weight):
     Attributes:
         _of: the name of the parameter or buffer.
         _copied: the same for copies that share memory; None where that is the parameter's or buffer's.
+        _links: there where on one device a node of autograd's graph has made it.
     """
 
     _of: str
     _copied: object | None
+    _links: bool
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)

@@ -121,3 +121,4 @@ def _be_plain(x: Tensor) -> None:
     if isinstance(x, WeightView):
         set_class(x, x._plain)
         del x._of, x._copied
+        vars(x).pop("_links", None)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied
+from lightning_par.pipeline.between_steps.remote_weight import WeightView, as_it_is, copied
 from lightning_par.pipeline.between_steps.weight_reads import alone, equal, read, viewed, without_graph
 from lightning_par.pipeline.between_steps.weight_writes import write
+from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import COPIES, PRECISIONS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.run_state import RunState
@@ -53,7 +54,12 @@ def run(owner: JointGradients, user: str, func: Any, name: str, args: Any, kwarg
     if name == "equal" and all(isinstance(x, Tensor) for x in args[:2]) and args[0].dtype == args[1].dtype:
         return equal(owner, *args[:2])
     view = viewed(owner, func, name, args, kwargs)
-    return read(owner, func, name, args, kwargs) if view is None else view
+    result = read(owner, func, name, args, kwargs) if view is None else view
+    if isinstance(result, WeightView) and torch.is_grad_enabled():
+        taken = tensors_in((args, kwargs))
+        links = any(x.requires_grad or vars(x).get("_links") for x in taken)
+        result._links = links and all(x is not result for x in taken)
+    return result
 
 
 def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:

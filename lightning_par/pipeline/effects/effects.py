@@ -24,6 +24,7 @@ from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.console import Said, SayingCall, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
+from lightning_par.pipeline.effects.unsendable import unsendable
 from lightning_par.private.metrics import with_latest
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.cells.cell import Cell
@@ -161,13 +162,8 @@ class Effects:
         """What can't travel, in words; the parts are tried one by one only if the whole can't."""
         if refusal(self, device, known) is None:
             return []
-        reasons = [(place, refusal(part, device, known)) for place, part in self._parts()]
-        return [
-            f"{place} can't be sent to the other ranks of the pipeline: {reason}. All of them need what the step "
-            "stores, logs and returns."
-            for place, reason in reasons
-            if reason is not None
-        ]
+        reasons = [(place, part, refusal(part, device, known)) for place, part in self._parts()]
+        return [unsendable(place, part, reason) for place, part, reason in reasons if reason is not None]
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         for record in self.logs:

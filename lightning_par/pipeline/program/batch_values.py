@@ -45,6 +45,7 @@ class BatchValues:
         self._views: dict[int, Any] = {}  # of the module's tensors, by id
         self._bases: dict[int, list[Tensor]] = {}  # what they are views of
         self._copies: dict[int, Tensor] = {}
+        self._plain: dict[Key, Tensor] = {}  # results without their graphs
         self._pristine: dict[int, Any] = {}  # results as they were made, of which each run has a copy
         self._lent: list[Any] = []  # these copies: ids stay valid as long as the objects live
 
@@ -73,6 +74,9 @@ class BatchValues:
             if event not in self.results:
                 return self.keep(event, func(*args, **kwargs))
             generators.set_states(self._drawn.get(event, ()))
+            if any(map(has_graph, tensors_in(self.results[event]))):  # which the backward of one run lets go
+                self._lent.append(self.results[event])  # ids stay valid as long as the objects live
+                return self.keep(event, func(*args, **kwargs))
             return self._as_made(event)
         before = self.anew[event]
         now = generators.states_of(generator for generator, _ in before)
@@ -117,6 +121,10 @@ class BatchValues:
         """The one copy of a tensor of the batch alone, None of others."""
         return None if self.is_state(x) else self._copies.setdefault(id(x), x.detach().clone())
 
+    def plain(self, x: Tensor) -> Tensor:
+        """The one tensor of the values of ``x``, which each run may have made anew with a graph of its own."""
+        return self._plain.setdefault(self.keys[id(x)], x.detach())
+
     def is_state(self, x: Tensor) -> bool:
         """Whether the module held it before the step, or it is a view of such a tensor."""
         return id(x) not in self.keys or id(x) in self._views
@@ -133,6 +141,11 @@ class BatchValues:
         if event in self._arrays and result.tobytes() != self._arrays[event].tobytes():
             result[...] = self._arrays[event]
         return _own(result)
+
+
+def has_graph(x: Tensor) -> bool:
+    """Whether a backward goes on behind ``x``."""
+    return x.requires_grad and not x.is_leaf
 
 
 def _own(value: Any) -> Any:

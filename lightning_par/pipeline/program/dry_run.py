@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.pipeline.program.batch_values import BatchValues
+from lightning_par.pipeline.program.batch_values import BatchValues, has_graph
 from lightning_par.pipeline.program.event_draws import standing
 from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.joined_outputs import unjoined
@@ -124,6 +124,8 @@ class DryRun(RecordedRun):
         if record.kind == "batch":
             compute = self.memo.anew_for if record.remade else self.memo.compute
             result = compute(index, func, args, kwargs)
+            if any(map(has_graph, tensors_in(result))) and not record.graphed:
+                raise ChangedError(f"{user_line()}: a gradient goes to what it takes now")
             self.note_alias(func, args, result)
             return result
         if record.itself is not None:

@@ -67,6 +67,7 @@ class StepEvent:
         said: what a unit logs and gives to loggers of a microbatch, if anything.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
         remade: whether each run of the step has a copy of its result, since such numbers are written into it.
+        graphed: whether it is of the batch alone and has a graph behind it, of which each run of the step has its own.
         behind: whether an update follows the step's stages, not the stages the update.
     """
 
@@ -89,6 +90,7 @@ class StepEvent:
     viewed: bool = False
     live: bool = False
     remade: bool = False
+    graphed: bool = False
     behind: bool = False
     told: tuple[Any, ...] | None = None
     by_numbers: bool = True

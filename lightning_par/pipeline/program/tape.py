@@ -33,7 +33,7 @@ def may_be_taped(program: Program) -> bool:
     """Whether stages of a step may be run by a tape: it pays where several microbatches follow the one dry run."""
     told_to_others = program.keeping or program.outer or program.overwritten or program.regions
     in_backward = program.hooked or program.hooked_later or program.in_hooks
-    in_each_run = program.changes_batch or any(event.remade for event in program.events)
+    in_each_run = program.changes_batch or any(event.remade or event.graphed for event in program.events)
     return program.microbatches > 1 and not (told_to_others or in_backward or in_each_run)
 
 

@@ -23,6 +23,7 @@ from lightning_par.pipeline.program.programs import Programs
 from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.forward_backward import ForwardBackward
 from lightning_par.pipeline.run.gradients_apart import GradientsApart
+from lightning_par.pipeline.run.kept_leaves import KeptLeaves
 from lightning_par.pipeline.run.messages import Messenger
 from lightning_par.pipeline.run.microbatch import whole_batches_advised
 from lightning_par.pipeline.run.replay import Replays
@@ -88,6 +89,7 @@ class Engine:
         self.update_weights: Callable[[Sequence[UpdateCall]], None] = _no_updates
         self.skips = False  # whether that step returns no loss
         self.drew: list[str] = []  # what has drawn in backwards of which nothing is kept, and may not
+        self.leaves: KeptLeaves | None = None  # tensors beside the parameters that get gradients
         self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property
@@ -143,6 +145,8 @@ class Engine:
         # done already where hooks in the backwards may meet what the step did
         result = settled[0] if settled else self._settle(step, ready, effects)
         self._update(ready, step, behind=True)
+        if self.leaves is not None:
+            self.leaves.refuse_others(ready.parts[0].memo)
         loss = loss_in(result)
         if loss is None:
             self._skipped(ready, seen)

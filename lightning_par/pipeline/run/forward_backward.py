@@ -160,7 +160,7 @@ class ForwardBackward:
             done = self.replays.run(part, run, counts)
             result, effects = self.user_step.run(part, run, counts) if done is None else done
             if done is None and (axis is not None or part.apart):
-                effects = without_graphs(effects)  # else all graphs would live until the last forward
+                effects = without_graphs(effects, part.memo)  # else all graphs would live until the last forward
             if not last:
                 self.crossing.hand_on(stage, microbatch, run.outputs())
             elif step.grad:

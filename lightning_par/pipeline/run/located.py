@@ -57,6 +57,9 @@ class Run(TorchFunctionMode):
         self._as_written.__exit__(None, None, None)
         super().__exit__(*exception)
 
+    def module_end(self, module: nn.Module, begins: bool) -> None:
+        """A function has marked where a ``module`` with full backward hooks ``begins``, or ends."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

@@ -8,17 +8,21 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.program.batch_values import BatchValues, has_graph
 from lightning_par.pipeline.program.program import Program
 from lightning_par.sharded.tensor import ShardedTensor
 
 
-def without_graphs(effects: Effects) -> Effects:
-    """A graph that they hold would keep the microbatch's activations until the end of the step."""
+def without_graphs(effects: Effects, memo: BatchValues) -> Effects:
+    """A graph that they hold would keep the microbatch's activations until the end of the step. What depends on the
+    batch alone, as ``memo`` knows, is the same of all microbatches."""
     found: dict[int, Tensor] = {}
 
     def detached(parts: list[Tensor]) -> Tensor:
         (x,) = parts
-        return found.setdefault(id(x), x.detach()) if x.requires_grad else x
+        if not has_graph(x):
+            return x
+        return memo.plain(x) if id(x) in memo.keys else found.setdefault(id(x), x.detach())
 
     return merged([effects], detached)
 

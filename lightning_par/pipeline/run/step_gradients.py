@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.optim.gradients_ahead import Ahead
+from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.accumulated_gradients import AccumulatedGradients
 from lightning_par.pipeline.run.delivery import called_before, deliver, note_last
@@ -112,6 +113,8 @@ class StepGradients:
             compared: whether `check` will be called.
         """
         own, self._found = self._found, self._engine.finish_gradients(self._found)
+        if self._engine.leaves is not None:
+            self._found = self._engine.leaves.finish(self._found)
         if self._ahead is not None:
             self._ahead.send_rest(self._found)
         if compared:
@@ -120,7 +123,22 @@ class StepGradients:
     def check(self, expected: frozenset[str]) -> None:
         """Raises RuntimeError where other parameters have a gradient than those ``expected``, which have one on one
         device."""
-        refuse_others(expected, self._got, self._named, self._engine.axis.rank)
+        leaves = () if self._engine.leaves is None else self._engine.leaves.names
+        weights = [name for name in self._named if name not in leaves]
+        self._refuse_registered(expected.intersection(weights) - self._got)
+        refuse_others(expected, self._got, weights, self._engine.axis.rank)
+
+    def _refuse_registered(self, names: Iterable[str]) -> None:
+        """Raises RuntimeError where this rank has one of the weights, and only another one runs its layer."""
+        stages, rank = self._engine.programs.stages, self._engine.axis.rank
+        for name in sorted(names):
+            units = [path for path in stages.homes if within(name, (path,))]
+            if units and rank not in stages.holders(max(units, key=len)):
+                raise RuntimeError(
+                    f"{name!r} was registered within the run, as by remove_parametrizations or remove_weight_norm, on "
+                    "a layer that another stage of the pipeline runs: here it would not be trained. Do it before "
+                    "trainer.fit or after it, or use TensorParallelStrategy."
+                )
 
     def _with_gradient(self, own: Mapping[Tensor, Tensor | None]) -> set[str]:
         """The names of those that have a gradient, as this rank's ``own`` or once it is summed."""

@@ -50,7 +50,11 @@ class Fakes:
         if id(x) in self.step.lent:  # another rank holds it
             return self.step.lent[id(x)].clone()
         if id(x) not in self.parameters and not _is_away(x):
-            return x.value() if isinstance(x, Deferred) else x.detach().clone()
+            return (
+                x.value()
+                if isinstance(x, Deferred)
+                else x.detach().clone().requires_grad_(x.requires_grad and x.is_leaf)
+            )
         with self.mode:
             fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=self.step.device)
         fake.requires_grad_(x.requires_grad)

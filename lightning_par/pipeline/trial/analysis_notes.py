@@ -74,6 +74,8 @@ class AnalysisNotes(FakeRun):
         with_hooks: calls of units within which hooks of the user's hang on modules, by event.
         passed: what calls of units return that are passed by, as on other ranks, by event.
         hooks_on_gradients: on modules of the copy, as the step begins.
+        module_ends: of modules with full backward hooks that are no unit: the event that marks it, and whether the
+            module begins there.
         tried: of units whose like is tried once, by what they are: whether they do the same on plain tensors, and what
             they draw there.
     """
@@ -122,6 +124,11 @@ class AnalysisNotes(FakeRun):
         self.with_hooks: dict[int, str] = {}
         self.passed: Mapping[int, Any] = {}
         self.hooks_on_gradients: dict[nn.Module, int] = {}
+        self.module_ends: list[tuple[int, nn.Module, bool]] = []
+
+    def module_end(self, module: nn.Module, begins: bool) -> None:
+        if not self.depth:  # a unit is on one rank
+            self.module_ends.append((len(self.events) - 1, module, begins))
 
     def number(self) -> int:
         return len(self.events)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_par.pipeline.program.batch_values import touches_state, written_by
+from lightning_par.pipeline.program.batch_values import has_graph, touches_state, written_by
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.program import StepEvent, is_located
@@ -39,7 +39,7 @@ def record_on_batch(run: Analysis, func: Any, name: str, args: Any, kwargs: Any)
     if touches_state(func, args, kwargs, result, run.values.is_state):
         run.values.views.update(id(x) for x in tensors)
         run.changes_state |= writes_into(name) or "out" in kwargs
-    run.events.append(StepEvent(func, "batch", (), None, user_line()))
+    run.events.append(StepEvent(func, "batch", (), None, user_line(), graphed=any(map(has_graph, tensors))))
     run.note_constants(index, (args, kwargs, result))
     run.shapes[index] = [tuple(x.shape) for x in tensors]
     run.values.made_of_batch(index, (args, kwargs), result)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.constants import constants_of
+from lightning_par.pipeline.program.event_draws import DRAWING
 from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.located import Run
@@ -19,6 +20,7 @@ from lightning_par.pipeline.trial.drawn_numbers import DrawnNumbers
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.python_state.drawing_caches import drew_for_cache
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.tensor_writes import note_write
@@ -86,6 +88,14 @@ class FakeRun(CallTree, Run):
             )
         if getattr(func, "__name__", "") == "__get__" and name_of(func) == "grad":  # it may be replaced
             self.reads_gradients = True
+        if getattr(func, "__name__", "") in DRAWING:
+            result, cached = drew_for_cache(lambda: self._heard(func, types, args, kwargs))
+            if cached is not None:
+                raise _fills_cache(cached)
+            return result
+        return self._heard(func, types, args, kwargs)
+
+    def _heard(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.depth:
             kwargs = kwargs or {}
             self.draws.about_to_run(func, args)
@@ -255,3 +265,11 @@ def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:
     """The fakes in a function's arguments; none where a view of a microbatch is among them, whose rules know better."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return [] if any(isinstance(x, ShardedTensor) for x in tensors) else [x for x in tensors if is_fake(x)]
+
+
+def _fills_cache(name: str) -> Exception:
+    return NotImplementedError(
+        f"{user_line()}: {name!r}, whose results functools.lru_cache keeps, draws random numbers when a step first "
+        "calls it. A pipeline runs a step several times, of which all but the first would not draw. Call it once "
+        "before the run, as in __init__ or setup, keep what it draws in a buffer, or use TensorParallelStrategy."
+    )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+
+from torch import nn
 
 from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffects
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.decisions import follow_decisions
 from lightning_par.pipeline.program.make_program import make_program
 from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.program.routes import stage_of
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, ReadFirstError
 from lightning_par.pipeline.trial.analysis_run import AnalysisRun
@@ -19,6 +23,7 @@ from lightning_par.pipeline.trial.samples.one_more_sample import as_whole, cut_l
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.survey import Survey, calls_in, scaled
 from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
+from lightning_par.sharded.patches.graph_nodes import taken_apart
 from lightning_par.trial.guesses import EndlessError, Guesses, RepeatedGuesses
 from lightning_par.trial.step import Step
 
@@ -110,8 +115,10 @@ def _study_whole(step: Step, stages: Stages) -> Program:
     _follow_numbers(step, stages, None, run)
     hooked = run.hooked or run.recomputes and bool(run.changes.keeping or run.regions)
     backwards = any(map(number_of_backward_hooks, step.module.modules())) or backward_hooks_on_all()
+    program = make_program(step, run, result, 1, {}, in_order=bool(run.changes.keeping or hooked or backwards))
+    _refuse_torn_hooks(run, program)
     return replace(  # what units keep, the next ones go by
-        make_program(step, run, result, 1, {}, in_order=bool(run.changes.keeping or hooked or backwards)),
+        program,
         patterns=run.guesses.patterns,
         decides=bool(run.guesses.decided),
         keeping=frozenset(run.changes.keeping),
@@ -123,6 +130,16 @@ def _study_whole(step: Step, stages: Stages) -> Program:
         reads_gradients=run.reads_gradients,
         made=run.changes.made,
     )
+
+
+def _refuse_torn_hooks(run: Analysis, program: Program) -> None:
+    """Raises NotImplementedError where a module with full backward hooks begins in another stage than it ends in."""
+    begun: dict[nn.Module, list[int]] = defaultdict(list)
+    for event, module, begins in run.module_ends:
+        if begins:
+            begun[module].append(event)
+        elif begun[module] and stage_of(program.starts, begun[module].pop()) != stage_of(program.starts, event):
+            raise taken_apart(module)
 
 
 def _refuse_repeated_changes(step: Step, whole: Analysis) -> None:

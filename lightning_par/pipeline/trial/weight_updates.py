@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from lightning_par.pipeline.program.batch_values import has_graph
 from lightning_par.pipeline.program.program import StepEvent, makers_of
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.functions import HOOKS, name_of, writes_into
@@ -73,11 +72,7 @@ def _may_be_apart(event: StepEvent, writes: bool) -> bool:
         return False
     if event.itself is not None and not writes and not writes_into(getattr(event.func, "__name__", "")):
         return False
-    return not event.around[0] or not any(map(_has_graph, returned_tensors(event.result)))
-
-
-def _has_graph(x: Tensor) -> bool:
-    return x.requires_grad and not x.is_leaf
+    return not event.around[0] or not any(map(has_graph, returned_tensors(event.result)))
 
 
 def _by_event(uses: list[tuple[str, int]]) -> Mapping[int, list[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par.private.module_hooks import is_module_end, module_that_marks_ends
+from lightning_par.private.module_hooks import begins_module, is_module_end, module_that_marks_ends
 from lightning_par.sharded.graph_node import as_asked
 from lightning_par.sharded.patches.replacement import Replacement, Use
 
@@ -34,11 +34,16 @@ def of_another_stage(module: nn.Module) -> _NoNode:
         NotImplementedError: it has layers, which may be on several.
     """
     if any(True for _ in module.parameters()):
-        raise NotImplementedError(
-            f"A {type(module).__name__} has a full backward hook, and its layers are taken apart by the pipeline, so "
-            "that no rank has both of its ends. Register it on the layers, or use TensorParallelStrategy."
-        )
+        raise taken_apart(module)
     return _NoNode()
+
+
+def taken_apart(module: nn.Module) -> Exception:
+    """What to say of a ``module`` with full backward hooks whose ends are in two stages."""
+    return NotImplementedError(
+        f"A {type(module).__name__} has a full backward hook, and its layers are taken apart by the pipeline, so "
+        "that no rank has both of its ends. Register it on the layers, or use TensorParallelStrategy."
+    )
 
 
 def _asked(plain: Any, use: Use) -> Any:
@@ -51,6 +56,8 @@ def _asked(plain: Any, use: Use) -> Any:
             return node
         asker = sys._getframe(1)
         hooked = module_that_marks_ends(asker)
+        if hooked is not None and Run.current is not None and (begins := begins_module(asker)) is not None:
+            Run.current.module_end(hooked, begins)
         if hooked is not None and Run.current is not None and not is_module_end(node):
             return of_another_stage(hooked)
         return as_asked(node, self, asker)

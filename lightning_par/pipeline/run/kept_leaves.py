@@ -1,0 +1,135 @@
+"""Tensors that require a gradient, are no parameters, and are kept by modules: their ``.grad`` is one device's.
+
+They are on all ranks, and what a stage's backward adds to one is a part of its gradient, as of a weight that all stages
+use. So they are finished and delivered with the parameters' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.handshake import Meeting
+from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.program.batch_values import BatchValues
+from lightning_par.pipeline.run.tied_gradients import sum_over_holders
+from lightning_par.private.dict_versions import version_of_dict
+from lightning_par.private.modules import ModuleTree
+from lightning_par.python_state.nested_tensors import tensors_in
+
+_CONTAINERS = (list, tuple, dict)
+_DEEP = 3  # containers within containers
+_ITEMS = 1000  # of one container
+
+
+class KeptLeaves:
+    """Finds such tensors, and sums their gradients over the ranks of the pipeline axis.
+
+    Args:
+        module: the LightningModule.
+        axis: the pipeline axis.
+        meeting: of its ranks.
+
+    Example::
+
+        leaves = kept.found()  # before a step
+        ...  # the step
+        grads = kept.finish(grads)
+        kept.refuse_others(memo)
+    """
+
+    def __init__(self, module: nn.Module, axis: Axis, meeting: Meeting) -> None:
+        self._tree, self._axis, self._meeting = ModuleTree(module), axis, meeting
+        self._versions: list[int] = []
+        self._held: list[tuple[str, Tensor]] = []
+        self._containers: list[tuple[str, Any]] = []
+        self._agreed: dict[frozenset[Any], frozenset[str]] = {frozenset(): frozenset()}
+        self._step: dict[str, Tensor] = {}
+
+    def found(self) -> dict[str, Tensor]:
+        """Those that all ranks have, by name, for a step that is about to run. All ranks must call it."""
+        there = self._there()
+        kinds = frozenset((name, tuple(x.shape), x.dtype) for name, x in there.items())
+        if kinds not in self._agreed:
+            self._agreed[kinds] = self._on_all(kinds)
+        self._step = {name: x for name, x in there.items() if name in self._agreed[kinds]}
+        return self._step
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of those that `found` gave last."""
+        return self._step.keys()
+
+    def _on_all(self, kinds: frozenset[Any]) -> frozenset[str]:
+        doing = "came to a step whose module keeps other tensors that require a gradient than before"
+        self._meeting.at_any_time(doing, "Make them on all of them, as in __init__ or on_fit_start.")
+        told = self._axis.all_gather_object(kinds, "state of units")
+        return frozenset(name for name, *_ in kinds.intersection(*told))
+
+    def finish(self, grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
+        """``grads`` by leaf, those of such tensors summed over the ranks. All ranks must call it."""
+        if not self._step:
+            return grads
+        everyone = tuple(range(self._axis.size))
+        named = {name: grads.get(x) for name, x in sorted(self._step.items())}
+        like = dict(sorted(self._step.items()))
+        summed = sum_over_holders(named, Placement({}), {everyone: self._axis}, like)
+        return {**grads, **{like[name]: grad for name, grad in summed.items()}}
+
+    def refuse_others(self, memo: BatchValues) -> None:
+        """Raises NotImplementedError where a step has given a gradient to one that was not there on all ranks.
+
+        Args:
+            memo: what the step made of the batch alone, of which what it has stored is a copy.
+        """
+        new = {name: x for name, x in self._there().items() if x is not self._step.get(name)}
+        made = [x for x in tensors_in([*memo.results.values()]) if new and x.is_leaf and x.grad is not None]
+        for name, x in new.items():
+            if x.grad is not None or any(x.shape == y.shape and torch.equal(x, y) for y in made):
+                raise NotImplementedError(
+                    f"{name!r} requires a gradient and got one in the step in which it was made, of which each rank of "
+                    "the pipeline has its own part. Make it before the step, as in __init__ or on_train_batch_start, "
+                    "or use TensorParallelStrategy."
+                )
+
+    def _there(self) -> dict[str, Tensor]:
+        self._look_again()
+        nested = [one for name, held in self._containers for one in _tensors_in(name, held, _DEEP)]
+        kept = {name: x for name, x in (*self._held, *nested) if x.requires_grad and x.is_leaf}
+        if not kept:
+            return kept
+        own = {id(p) for _, p in self._tree.parameters()}
+        return {name: x for name, x in kept.items() if id(x) not in own}
+
+    def _look_again(self) -> None:
+        """Note what modules hold, if any has been written to since: asked in every step."""
+        modules = self._tree.modules()
+        versions = [version_of_dict(vars(m)) for _, m in modules]
+        if versions == self._versions:
+            return
+        self._versions, self._held, self._containers = versions, [], []
+        for path, m in modules:
+            for key, value in vars(m).items():
+                name = f"self.{path}.{key}" if path else f"self.{key}"
+                if isinstance(value, Tensor):
+                    self._held.append((name, value))
+                elif type(value) in _CONTAINERS and not (key.startswith("_") and key in _OWN):
+                    self._containers.append((name, value))
+
+
+_OWN = frozenset(vars(nn.Module()))
+
+
+def _tensors_in(name: str, held: Any, deep: int) -> Iterator[tuple[str, Tensor]]:
+    items = held.items() if isinstance(held, Mapping) else enumerate(held)
+    for n, (key, value) in enumerate([*items]):
+        if n == _ITEMS:
+            return
+        if isinstance(value, Tensor):
+            yield f"{name}[{key!r}]", value
+        elif deep and type(value) in _CONTAINERS:
+            yield from _tensors_in(f"{name}[{key!r}]", value, deep - 1)
