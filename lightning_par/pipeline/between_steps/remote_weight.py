@@ -126,11 +126,13 @@ class WeightView(Weight):
         _of: the name of the parameter or buffer.
         _copied: the same for copies that share memory; None where that is the parameter's or buffer's.
         _links: there where on one device a node of autograd's graph has made it.
+        _read_alone: there where ranks without the weight have a plain tensor of its values in its place.
     """
 
     _of: str
     _copied: object | None
     _links: bool
+    _read_alone: bool
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)

@@ -40,6 +40,8 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         return NotImplemented
     view = viewed(owner, func, name, args, kwargs)
     if view is not None:
+        for x in tensors_in(view):
+            x._read_alone = True  # type: ignore[attr-defined]
         return view
     result = as_it_is(func, args, kwargs)
     links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -50,6 +52,8 @@ def _is_read_alone(owner: JointGradients, x: Tensor) -> bool:
     """Whether ranks that have nothing of ``x`` are brought its values; see `in_memory`."""
     if x.requires_grad and torch.is_grad_enabled():
         return False
+    if vars(x).get("_read_alone"):
+        return True
     return RunState.current.knows(x) if owner.name_of(x) in owner.in_parts else owner.is_itself(x)
 
 
