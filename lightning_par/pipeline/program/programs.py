@@ -84,7 +84,7 @@ class Programs:
         self.watch.begin()
         self._hear()
         signature = self._signature(step, wanted)
-        first, tried = self._is_first(signature), replace(step, lent=self.attributes.lent)
+        first, tried = self._is_first(signature), replace(step, lent=self.attributes.tensors.lent)
         while True:
             known = self.made.setdefault(signature, [])
             start = generators.global_state()
@@ -114,13 +114,13 @@ class Programs:
     @property
     def _goes_by_contents(self) -> bool:
         """Whether layers decide by what small tensors hold, of which ranks have their own."""
-        return TENSORS in self.deciding and self.attributes.tell
+        return TENSORS in self.deciding and self.attributes.tensors.tell
 
     def _hear(self) -> None:
         """All ranks learn what these tensors hold."""
         if self._goes_by_contents:
             self.hooks.meeting.at_any_time("came to a step with layers that decide by values of tensors", _ALIKE)
-            self.attributes.hear(self.hooks.axis.all_gather_object(self.attributes.contents(), "buffers"))
+            self.attributes.hear(self.hooks.axis.all_gather_object(self.attributes.tensors.told(), "buffers"))
 
     def _warn_once(self, name: str, reason: str) -> None:
         if name not in self._warned and torch.distributed.get_rank() == 0:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.digest import digest
-from lightning_par.pipeline.trial.code_attributes import FEW
+from lightning_par.pipeline.trial.tensor_contents import FEW
 from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import leaves_given
 from lightning_par.python_state.nested_tensors import tensors_in

@@ -7,7 +7,7 @@ every step; within units it may begin to mix samples when someone sets a flag, o
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from operator import ne
@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.unit_reach import is_within
 from lightning_par.pipeline.trial.deciding_numbers import Place, Question, deciding
+from lightning_par.pipeline.trial.tensor_contents import TensorContents, Told
 from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.modules import BUFFERS, PARAMETERS, buffers_of
-from lightning_par.private.tensors import write_count
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.mappings import BodyCell, MappingCell
 from lightning_par.python_state.cells.names import PublicCell
@@ -33,7 +32,6 @@ from lightning_par.python_state.user_code import packages_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _INNER = ("torch.", "lightning_par.", "builtins")
-FEW = 64  # entries of a tensor that code may decide by
 TENSORS = "the content of tensors"
 """Among what units go by: they read values of tensors that are no weights of theirs."""
 _KNOWN = ATOMS | {Tensor, nn.Parameter}  # nothing is in them that could be set
@@ -56,7 +54,7 @@ class Attributes:
         units: the FQNs of its units.
 
     Attributes:
-        lent: what small tensors hold of which another rank has told, by the id of what stands for them here.
+        tensors: that units reach, beside weights.
 
     Example::
 
@@ -69,8 +67,7 @@ class Attributes:
         self._module, self._units = module, units
         self._changed: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
-        self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
-        self.lent: dict[int, Tensor] = {}
+        self.tensors = TensorContents(self._held)
         self._environment = _environment()
         self._watched_dicts: dict[str, dict[str, Any]] = {}  # of modules in units, since `begin`
         self._writes: list[int] = []  # how often these had been written to then
@@ -86,34 +83,16 @@ class Attributes:
         if _environment() != self._environment or "os.environ" in self._changed:
             self._changed["os.environ"] = frozenset(os.environ.items())
         if TENSORS in deciding:
-            self._changed.update(self._rewritten())
+            self._changed.update(self.tensors.rewritten())
         return tuple(
             (place, value)
             for place, value in self._changed.items()
             if type(value) is not float or place in deciding or place not in self._watched
         )
 
-    @property
-    def tell(self) -> bool:
-        """Whether there are small tensors by which units may decide, on any rank."""
-        return any(x.numel() <= FEW for _, x in self._held())
-
-    def contents(self) -> dict[str, tuple[list[Any], bool]]:
-        """What small tensors hold that are here, by place, and whether code outside units has written it since the
-        last step, by ways that their versions don't count, too."""
-        written = self._rewritten(by_version=False)
-        return {place: (x.flatten().tolist(), place in written) for place, (x, _, _) in (self._contents or {}).items()}
-
-    def hear(self, told: Iterable[Mapping[str, tuple[list[Any], bool]]]) -> None:
-        """The `contents` that each of the ranks has told."""
-        found: dict[str, list[Any]] = {}
-        for theirs in told:
-            found.update((place, content) for place, (content, _) in theirs.items())
-            self._changed.update((place, repr(content)) for place, (content, written) in theirs.items() if written)
-        lacking = ((place, x) for place, x in self._held() if is_elsewhere(x) and place in found)
-        self.lent = {
-            id(x): torch.tensor(found[place], dtype=x.dtype, device=x.device).view(x.shape) for place, x in lacking
-        }
+    def hear(self, told: Iterable[Told]) -> None:
+        """What each of the ranks has told of small `tensors`."""
+        self._changed.update(self.tensors.hear(told))
 
     def begin(self) -> None:
         """A run of the step's own code begins, in which no unit runs: what it sets can be undone.
@@ -162,22 +141,7 @@ class Attributes:
     def settle(self) -> None:
         """A step has run: what it set is known."""
         self._renewed()
-        if self._contents is not None:
-            self._rewritten(by_version=False)
-
-    def _rewritten(self, by_version: bool = True) -> dict[str, Any]:
-        """What tensors hold now that held something else at the last look; where their versions have not changed, they
-        are not looked at, if it goes ``by_version``."""
-        was, now = self._contents, dict[str, tuple[Tensor, int, str]]()
-        for place, x in self._held():
-            if not is_elsewhere(x) and x.device.type != "meta" and x.numel() <= FEW:
-                before, version, content = (was or {}).get(place, (None, 0, ""))
-                same = by_version and version == write_count(x) and before is x
-                now[place] = (x, write_count(x), content if same else repr(x.flatten().tolist()))
-        self._contents = now
-        return (
-            {} if was is None else {place: x for place, (_, _, x) in now.items() if x != was.get(place, (0, 0, ""))[2]}
-        )
+        self.tensors.settle()
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors in attributes, and buffers of users' modules, by place."""

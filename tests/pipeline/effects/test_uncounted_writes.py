@@ -127,10 +127,10 @@ def test_what_is_written_is_told_by_what_it_was() -> None:
 def test_ranks_tell_what_small_tensors_hold() -> None:
     module = WritesBetween()
     attributes = Attributes(module, ["net.0", "net.3", "head"])
-    attributes.hear([attributes.contents()])
+    attributes.hear([attributes.tensors.told()])
     module.net[3].open.data.fill_(1)  # type: ignore[union-attr]
-    told = attributes.contents()
+    told = attributes.tensors.told()
     assert list(told.values()) == [([1.0], True)]
     attributes.hear([told])
     assert attributes.changed_since({TENSORS}) == tuple((place, "[1.0]") for place in told)
-    assert [*attributes.contents().values()] == [([1.0], False)]
+    assert [*attributes.tensors.told().values()] == [([1.0], False)]
