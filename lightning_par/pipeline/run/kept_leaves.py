@@ -6,7 +6,9 @@ use. So they are finished and delivered with the parameters' gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,8 +24,7 @@ from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.nested_tensors import tensors_in
 
 _CONTAINERS = (list, tuple, dict)
-_DEEP = 3  # containers within containers
-_ITEMS = 1000  # of one container
+_ITEMS = 1000  # of one attribute
 
 
 class KeptLeaves:
@@ -98,7 +99,7 @@ class KeptLeaves:
 
     def _there(self) -> dict[str, Tensor]:
         self._look_again()
-        nested = [one for name, held in self._containers for one in _tensors_in(name, held, _DEEP)]
+        nested = [one for name, held in self._containers for one in _tensors_in(name, held)]
         kept = {name: x for name, x in (*self._held, *nested) if x.requires_grad and x.is_leaf}
         if not kept:
             return kept
@@ -124,12 +125,14 @@ class KeptLeaves:
 _OWN = frozenset(vars(nn.Module()))
 
 
-def _tensors_in(name: str, held: Any, deep: int) -> Iterator[tuple[str, Tensor]]:
-    items = held.items() if isinstance(held, Mapping) else enumerate(held)
-    for n, (key, value) in enumerate([*items]):
-        if n == _ITEMS:
-            return
-        if isinstance(value, Tensor):
-            yield f"{name}[{key!r}]", value
-        elif deep and type(value) in _CONTAINERS:
-            yield from _tensors_in(f"{name}[{key!r}]", value, deep - 1)
+def _tensors_in(name: str, held: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a container, and in those that it holds, among the `_ITEMS` that are met first: at each step."""
+    waiting, left = deque([(name, held)]), _ITEMS
+    while waiting and left > 0:
+        name, held = waiting.popleft()
+        for key, value in islice(held.items() if isinstance(held, dict) else enumerate(held), left):
+            left -= 1
+            if isinstance(value, Tensor):
+                yield f"{name}[{key!r}]", value
+            elif type(value) in _CONTAINERS:
+                waiting.append((f"{name}[{key!r}]", value))
