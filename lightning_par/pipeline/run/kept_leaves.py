@@ -7,8 +7,9 @@ use. So they are finished and delivered with the parameters' gradients.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain, compress, islice, repeat
+from operator import attrgetter, itemgetter, ne
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.run.tied_gradients import sum_over_holders
+from lightning_par.private import lightning_modules
 from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.nested_tensors import tensors_in
 
 _CONTAINERS = (list, tuple, dict)
+_KINDS = (Tensor, *_CONTAINERS)
 _ITEMS = 1000  # of one attribute
+_Holding = tuple[list[tuple[str, Tensor]], list[tuple[str, Any]]]
 
 
 class KeptLeaves:
@@ -45,9 +49,10 @@ class KeptLeaves:
 
     def __init__(self, module: nn.Module, axis: Axis, meeting: Meeting) -> None:
         self._tree, self._axis, self._meeting = ModuleTree(module), axis, meeting
+        self._modules: list[tuple[str, nn.Module]] = []
         self._versions: list[int] = []
-        self._held: list[tuple[str, Tensor]] = []
-        self._containers: list[tuple[str, Any]] = []
+        self._held: dict[int, _Holding] = {}  # by the module's place, of those that hold any
+        self._holding: list[_Holding] = []
         self._agreed: dict[frozenset[Any], frozenset[str]] = {frozenset(): frozenset()}
         self._step: dict[str, Tensor] = {}
 
@@ -99,30 +104,39 @@ class KeptLeaves:
 
     def _there(self) -> dict[str, Tensor]:
         self._look_again()
-        nested = [one for name, held in self._containers for one in _tensors_in(name, held)]
-        kept = {name: x for name, x in (*self._held, *nested) if x.requires_grad and x.is_leaf}
+        kept: dict[str, Tensor] = {}
+        for held, containers in self._holding:
+            nested = (one for name, x in containers for one in _tensors_in(name, x))
+            kept.update((name, x) for name, x in chain(held, nested) if x.requires_grad and x.is_leaf)
         if not kept:
             return kept
         own = {id(p) for _, p in self._tree.parameters()}
         return {name: x for name, x in kept.items() if id(x) not in own}
 
     def _look_again(self) -> None:
-        """Note what modules hold, if any has been written to since: asked in every step."""
+        """Note what modules hold which have been written to since: asked in every step."""
         modules = self._tree.modules()
-        versions = [version_of_dict(vars(m)) for _, m in modules]
-        if versions == self._versions:
-            return
-        self._versions, self._held, self._containers = versions, [], []
-        for path, m in modules:
-            for key, value in vars(m).items():
-                name = f"self.{path}.{key}" if path else f"self.{key}"
-                if isinstance(value, Tensor):
-                    self._held.append((name, value))
-                elif type(value) in _CONTAINERS and not (key.startswith("_") and key in _OWN):
-                    self._containers.append((name, value))
+        if modules is not self._modules:
+            self._modules, self._held, self._versions = modules, {}, [-1] * len(modules)
+        versions = [*map(version_of_dict, map(_attributes, map(itemgetter(1), modules)))]
+        for place in compress(range(len(modules)), map(ne, versions, self._versions)):
+            found = _held_by(*modules[place])
+            self._held.pop(place, None)
+            if any(found):
+                self._held[place] = found
+        self._versions, self._holding = versions, [*self._held.values()]
 
 
-_OWN = frozenset(vars(nn.Module()))
+_OWN = lightning_modules.ATTRIBUTES | vars(nn.Module()).keys()
+_attributes: Callable[[nn.Module], dict[str, Any]] = attrgetter("__dict__")
+
+
+def _held_by(path: str, module: nn.Module) -> _Holding:
+    """The tensors, and the containers, that are attributes of a module, with their names."""
+    held = vars(module)
+    items = compress(held.items(), map(isinstance, held.values(), repeat(_KINDS)))  # few, found in C
+    found = [(f"self.{path}.{key}" if path else f"self.{key}", x) for key, x in items if key not in _OWN]
+    return [one for one in found if isinstance(one[1], Tensor)], [one for one in found if type(one[1]) in _CONTAINERS]
 
 
 def _tensors_in(name: str, held: Any) -> Iterator[tuple[str, Tensor]]:
@@ -130,8 +144,10 @@ def _tensors_in(name: str, held: Any) -> Iterator[tuple[str, Tensor]]:
     waiting, left = deque([(name, held)]), _ITEMS
     while waiting and left > 0:
         name, held = waiting.popleft()
-        for key, value in islice(held.items() if isinstance(held, dict) else enumerate(held), left):
-            left -= 1
+        keys, values = (held.keys(), held.values()) if isinstance(held, dict) else (range(len(held)), held)
+        found = compress(zip(keys, values), map(isinstance, islice(values, left), repeat(_KINDS)))
+        left -= len(held)
+        for key, value in found:
             if isinstance(value, Tensor):
                 yield f"{name}[{key!r}]", value
             elif type(value) in _CONTAINERS:
