@@ -46,7 +46,7 @@ def look_at_trainer(snapshot: Snapshot, trainer: Any, packages: frozenset[str]) 
             _look_at(
                 snapshot, SettingsCell(f"{NAME}.lr_schedulers[{n}] ({m})", schedule, vars(schedule), ["optimizer"])
             )
-    for name in _LOADERS & snapshot.words:
+    for name in sorted(_LOADERS & snapshot.words):  # a dataset of two loaders has one name, on all ranks
         for n, loader in enumerate(tree_leaves(getattr(trainer, name, None))):
             dataset = getattr(loader, "dataset", None)
             if is_users_code(type(dataset).__module__, packages):

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_par.pipeline.effects.unit_holdings import UnitHoldings
 from lightning_par.pipeline.effects.unit_reach import is_within, users_within
 from lightning_par.python_state.cells.cell import Cell
+from lightning_par.python_state.cells.iterators import IteratorCell
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.patches.module_attributes import hearing_assignments
 
@@ -78,6 +79,8 @@ class UnitState:
         called = {path for path, _ in run.units}
         changed = {path for path, cells in self._before.items() if any(x.change_unlent() is not None for x in cells)}
         changed |= self.holdings.changed()
+        # a later step may ask an iterator, which can't be put back unless it is lent
+        changed |= {path for path, cells in self._before.items() if any(isinstance(x, IteratorCell) for x in cells)}
         return frozenset(self._units.keys() - called | (changed | self._assigned) - run.changes.keeping.keys())
 
     def resets(self, run: Analysis) -> frozenset[str]:

@@ -51,6 +51,8 @@ class Net(LightningModule):
         self.way, self.when = way, when
         self.net = nn.Sequential(*(Layer() for _ in range(4)))
         self.head = nn.Linear(8, 4, bias=False)
+        if way == "iterator":
+            self.layer(0).slopes = iter([0.5 - 0.05 * n for n in range(9)])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.head(self.net(batch)).square().mean()
@@ -87,6 +89,10 @@ class Net(LightningModule):
 def _slope(model: Net) -> None:
     for index in (0, 3):  # of either rank
         model.layer(index).activation.negative_slope *= 0.9
+
+
+def _iterator(model: Net) -> None:
+    model.layer(0).activation.negative_slope = next(model.layer(0).slopes)
 
 
 def _behind_setattr(model: Net) -> None:
@@ -129,6 +135,7 @@ def _training(model: Net) -> None:
 
 WAYS: dict[str, Callable[[Net], None]] = {
     "slope": _slope,
+    "iterator": _iterator,
     "behind setattr": _behind_setattr,
     "flag": _flag,
     "rate": _rate,
@@ -148,9 +155,9 @@ def _fit(way: str, when: str, layout: dict[str, Any]) -> Any:
     return trained(Net(way, when), loader, strategy, precision="64-true", max_epochs=1)
 
 
-SET = ["slope", "behind setattr", "flag", "rate", "schedule", "dataset", "training"]
+SET = ["slope", "iterator", "behind setattr", "flag", "rate", "schedule", "dataset", "training"]
 TOLD = [(way, when, count) for way in SET for when in ("always", "step") for count in (1, 2)]
-TOLD += [(way, "small loss", 1) for way in ("rate", "schedule", "dataset", "training")]
+TOLD += [(way, "small loss", 1) for way in ("rate", "schedule", "dataset", "training", "iterator")]
 
 
 @slow(but=["slope-always-1", "rate-step-1", "dataset-always-2", "schedule-small loss-1"])
