@@ -16,7 +16,14 @@ from lightning_par.private.pytree import tree_map
 CONTAINERS = (list, dict, set, deque)
 _SMALL = 1 << 16  # elements
 HELD = frozenset(("callbacks", "datamodule"))
-"""The attributes of a trainer where they are."""
+"""The attributes of a trainer where callbacks and the data module are."""
+LOADERS = {
+    "train_dataloader": "fit",
+    "val_dataloaders": "validate",
+    "test_dataloaders": "test",
+    "predict_dataloaders": "predict",
+}
+"""Those where loaders are, and the function of the trainer that goes over them."""
 
 
 def set_apart(value: Any) -> Any:

@@ -20,11 +20,8 @@ from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.private.trainer import is_dummy_experiment
 from lightning_par.sharded.packed_parameters import is_packed
-from lightning_par.trial.held_by_trainer import CONTAINERS, HELD, set_apart, with_data_apart
+from lightning_par.trial.held_by_trainer import CONTAINERS, HELD, LOADERS, set_apart, with_data_apart
 from lightning_par.trial.trainer_stand_ins import HeldLogger, Optimizers, Stand
-
-_LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
-            "predict_dataloaders": "predict"}  # fmt: skip
 
 
 def stand_in(
@@ -221,10 +218,10 @@ class TrainerView:
             vars(self)[name] = set_apart(getattr(real, name))
             return vars(self)[name]
         value = _without_loading(real) if name == "estimated_stepping_batches" else getattr(real, name)
-        if value is None and name in _LOADERS and _LOADERS[name] == real.state.fn.value:
+        if value is None and name in LOADERS and LOADERS[name] == real.state.fn.value:
             # Lightning fills it only when its loops start.
             value = getattr(vars(data_source(real)).get("dataloader"), "given", None)
-        if name in _LOADERS:
+        if name in LOADERS:
             vars(self)[name] = value = with_data_apart(value)
         if type(value) in CONTAINERS and name in vars(real):  # of the user's, who may append to it
             vars(self)[name] = value = copy.copy(value)

@@ -14,10 +14,10 @@ from lightning_par.python_state.cells.mappings import MappingCell
 from lightning_par.python_state.found import Found
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import is_users_code
+from lightning_par.trial.held_by_trainer import LOADERS
 
 NAME = "self.trainer"
 _SCHEDULES = frozenset(("lr_schedulers", "lr_scheduler_configs"))
-_LOADERS = frozenset(("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"))
 
 
 class SettingsCell(MappingCell):
@@ -46,7 +46,7 @@ def look_at_trainer(snapshot: Snapshot, trainer: Any, packages: frozenset[str]) 
             _look_at(
                 snapshot, SettingsCell(f"{NAME}.lr_schedulers[{n}] ({m})", schedule, vars(schedule), ["optimizer"])
             )
-    for name in sorted(_LOADERS & snapshot.words):  # a dataset of two loaders has one name, on all ranks
+    for name in sorted(LOADERS.keys() & snapshot.words):  # a dataset of two loaders has one name, on all ranks
         for n, loader in enumerate(tree_leaves(getattr(trainer, name, None))):
             dataset = getattr(loader, "dataset", None)
             if is_users_code(type(dataset).__module__, packages):
