@@ -64,6 +64,33 @@ def of_any_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> An
     return tree_map(fake, found[0])
 
 
+def tensor_of(mode: FakeTensorMode) -> Callable[..., Tensor]:
+    """What is `torch.tensor` in a dry run: of a list in which a tensor has no value, as of norms, it makes one that has
+    none. It reads such tensors behind the back of any mode.
+
+    Args:
+        mode: of the fakes.
+
+    Example::
+
+        with FakeTensorMode() as mode:
+            norms = [torch.ones(()), torch.ones(())]
+        assert tensor_of(mode)(norms).shape == (2,)
+    """
+    plain = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> Tensor:
+        if isinstance(data, Tensor) or not any(map(_is_unknown, tree_leaves(data))):
+            return plain(data, **options)
+        with unset_fake_temporarily():
+            like = plain(tree_map(lambda x: _ones(x) if _is_unknown(x) else x, data), **options | {"device": "meta"})
+        with mode:
+            made = torch.empty(like.shape, dtype=like.dtype, device=options.get("device"))
+        return made.requires_grad_(like.requires_grad)
+
+    return tensor
+
+
 def _places(func: Any, args: Any) -> tuple[Any, ...] | None:
     """What known masks choose, which takes no memory to tell."""
     if not isinstance(func, Operator) or operator_of(func) != "index" or any(map(_is_unknown, args[1])):

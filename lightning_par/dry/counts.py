@@ -133,6 +133,10 @@ class CountMixin:
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         if self._open is None or trainer.global_step == self._begun:
             return
+        behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
+        for callback in behind:
+            callback.on_train_batch_end(trainer, module, *args)
+        module.on_train_batch_end(*args)
         self.close()
         found = self.found
         found.peak = trainer.strategy.live.peak

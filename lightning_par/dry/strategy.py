@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -16,6 +17,7 @@ from lightning_par.checkpoint.directory import Writing
 from lightning_par.checkpoint.file_cost import FileCost, file_cost
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import take_apart
+from lightning_par.dry.any_values import tensor_of
 from lightning_par.dry.other_stages import DryInventory, OtherStages, UntoldError
 from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
@@ -77,7 +79,9 @@ class DryMixin(_Base):
     def _materialise(self, module: nn.Module) -> None:
         first, self._first = self._first, None
         if first is not None and self.groups.pipeline.size > 1:
-            self._trained = _trained(first)
+            self._trained, stages = _trained(first), self.parts.of(StagesPart)
+            if stages is not None:
+                stages.expect(self._trained)
         self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), self._live_bytes()
         with self.live:
             give_fakes(module, self._fakes)
@@ -99,6 +103,7 @@ class DryMixin(_Base):
             self.stack.enter_context(self._fakes)
             self.stack.enter_context(KnownValues(self._fakes))
             self.stack.enter_context(self.live)
+            self.stack.enter_context(patch.object(torch, "tensor", tensor_of(self._fakes)))
         with unset_fake_temporarily():  # a step may write to it
             return apply_to_collection(batch, Tensor, lambda x: x.detach().clone())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, repeat
 from operator import attrgetter, gt
@@ -134,6 +134,11 @@ class StagesPart(Part):
                 return tuple(sorted(self.engine.programs.stages.holders(max(units, key=len))))
         return placed.of(name, size)
 
+    def expect(self, trained: Collection[str] | None) -> None:
+        """Before any step, where no other rank is there to tell which of its parameters get a gradient."""
+        if self._outside is not None:
+            self._outside.expected = trained
+
     def counting(self) -> Once | None:
         """Which parameters count on this rank."""
         return None if self._module is None else Once(self._module, self.spread.placement, self.groups.pipeline)
@@ -167,16 +172,16 @@ class StagesPart(Part):
     def before_backward(self, loss: Tensor) -> None:
         """Called with the loss whose backward is about to run."""
         if self._outside is not None and loss.requires_grad:
-            loss.register_hook(lambda _: self._forget_gradients())
+            loss.register_hook(lambda _: self._begin_backward())
 
     def after_backward(self) -> None:
         """Called on all ranks after a backward."""
         if self._outside is not None:
             self._outside.end_backward()
 
-    def _forget_gradients(self) -> None:
+    def _begin_backward(self) -> None:
         if self._outside is not None:
-            self._outside.forget_gradients()
+            self._outside.begin_backward()
 
     def train(
         self, step: Step, optimizers: list[Optimizer], scale: float, key: tuple[int, int], ahead: Ahead | None

@@ -111,7 +111,7 @@ def test_accumulated_batches_and_the_clip_are_counted() -> None:
 
 class Elsewhere(GPT):
     def on_train_batch_end(self, *args: Any) -> None:
-        self.seen = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.seen = self.blocks[1](torch.zeros(1, 8, 32))
 
 
 def test_ranks_of_a_pipeline_hold_their_stage_and_what_goes_to_others_is_counted() -> None:

@@ -7,7 +7,7 @@ that a call on one rank alone ends in an error that names the others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,9 @@ class Outside:
         meeting: of the axis' ranks.
         sharding: the axes along which tensors may be sharded.
 
+    Attributes:
+        expected: see `JointGradients`.
+
     Example::
 
         outside = Outside(module, placement, groups.pipeline, device, Meeting(groups.pipeline, None))
@@ -63,6 +66,8 @@ class Outside:
             loss = module.training_step(batch, 0)
         outside.close()
     """
+
+    expected: Collection[str] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Outside:
         return self  # of the run, which is not copied with a trainer
@@ -125,12 +130,13 @@ class Outside:
     def _joint(self) -> JointGradients:
         if self._gradients is None:
             self._gradients = JointGradients(self._module, self._placement, self.axis, self.meeting)
+            self._gradients.expected = self.expected
         return self._gradients
 
-    def forget_gradients(self) -> None:
-        """To be called where gradients may have come or gone."""
+    def begin_backward(self) -> None:
+        """To be called on all ranks where a backward begins."""
         if self._gradients is not None:
-            self._gradients.forget()
+            self._gradients.come()
 
     def end_backward(self) -> None:
         """To be called on all ranks after a backward."""

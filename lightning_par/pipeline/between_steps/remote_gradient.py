@@ -131,9 +131,10 @@ class Gradient(torch.Tensor):
         """What ``func`` makes of the gradient, computed where it is."""
         self.owner.meet(f"read {name!r} of the gradient of {self.of!r}")
         made: Any = None
-        if self.source == self.owner.axis.rank:
+        if self.owner.axis.tells(self.source):
+            here = self.empty() if self.here is None else self.here  # in a dry run
             try:
-                made = map_tensors(lambda x: full(x).cpu(), func(self.here, *rest, **kwargs))  # to be pickled
+                made = map_tensors(lambda x: full(x).cpu(), func(here, *rest, **kwargs))  # to be pickled
             except Exception as error:  # all ranks are to raise it
                 made = error
         made = self.owner.axis.broadcast_object(made, "gradients", self.source)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere, refuse_in_hooks
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.handshake import Meeting, refuse_alone
+from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.between_steps import weight_functions
 from lightning_par.pipeline.between_steps.adopted_optimizers import AdoptedOptimizers
 from lightning_par.pipeline.between_steps.assigned_storage import Replicas
@@ -51,6 +51,10 @@ class JointGradients:
         axis: the pipeline axis.
         meeting: of the axis' ranks.
 
+    Attributes:
+        expected: the first names of the parameters that get a gradient, where no other rank is there to tell of its
+            own; None where that is not known.
+
     Example::
 
         gradients = JointGradients(module, placement, groups.pipeline, Meeting(groups.pipeline, None))
@@ -59,6 +63,8 @@ class JointGradients:
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # of all stages, on all ranks
         gradients.close()
     """
+
+    expected: Collection[str] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> JointGradients:
         return self  # of the run, which is not copied with a trainer
@@ -73,6 +79,7 @@ class JointGradients:
         self._parameters = spread.parameters
         self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
+        self._come = False  # whether a backward has begun
         self._plain, self._unseen = 0, 0
         self.updates = False  # whether a step updates weights, by calls that are the same on all ranks
         self.needed: tuple[int, ...] | None = None  # who needs what such a call makes, where that is known
@@ -100,6 +107,11 @@ class JointGradients:
     def forget(self) -> None:
         """To be called on all ranks where gradients may have come or gone."""
         self._known = None
+
+    def come(self) -> None:
+        """To be called on all ranks where a backward begins that gives parameters gradients."""
+        self.forget()
+        self._come = True
 
     def accumulated(self) -> None:
         """To be called on all ranks after a backward."""
@@ -243,21 +255,26 @@ class JointGradients:
     def known(self) -> set[str]:
         """The names of the parameters that have a gradient, on any rank."""
         if self._known is None:
-            if self.axis.dry:  # others are taken to have some where this rank has
-                some = any(held_here(p) is not None for p in self._parameters.values())
-                self._known = {name for name, p in self._parameters.items() if some and p.requires_grad}
-                return self._known
             self.meet("looked which parameters have gradients")
             first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
             mine = [name for name in first if held_here(self._parameters[name]) is not None]
-            self._known = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
+            told = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
+            self._known = self._expected() if self.axis.dry else told
         return self._known
+
+    def _expected(self) -> set[str]:
+        """As `known`, told by this rank alone: others have theirs where it has, or, if it has none, from a backward
+        on."""
+        names = {name for name, p in self._parameters.items() if p.requires_grad}
+        names = names if self.expected is None else names & {*self.expected}
+        here = [p for name in names if not is_elsewhere(p := self._parameters[name])]
+        have = any(held_here(p) is not None for p in here) if here else self._come
+        return names if have else set()
 
     def meet(self, doing: str) -> None:
         """Wait for the other ranks, which must do the same."""
         if self.updates:  # the step has met them
             return
-        refuse_alone(self.axis, doing)
         self.meeting(doing, _ADVICE)
 
     def _show(self) -> None:

@@ -14,6 +14,7 @@ from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.absent.geometry import Geometry
 from lightning_par.absent.origin import ElsewhereError, Origin
 from lightning_par.mesh.broadcast import kind_of, send_to_all
+from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied, plain
 from lightning_par.pipeline.between_steps.unlinked import unlinked
@@ -190,7 +191,9 @@ def equal(owner: JointGradients, a: Tensor, b: Tensor) -> bool:
     """`torch.equal`, by hashes of what is compared."""
     if a.shape != b.shape or a is b:
         return a.shape == b.shape
-    owner.meet(f"compared weights of shape {tuple(a.shape)} between two steps")
+    doing = f"compared weights of shape {tuple(a.shape)} between two steps"
+    refuse_alone(owner.axis, doing)
+    owner.meet(doing)
     told = owner.axis.all_gather_object([_hash(owner, x) for x in (a, b)], "weights")
     one, other = (next((told[r][i] for r in range(len(told)) if told[r][i] is not None), None) for i in (0, 1))
     return one is not None and one == other

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of
@@ -42,16 +44,12 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {self._number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        before = {*map(memory_of, _here((args, kwargs)))}
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and self.kind in (None, x.device.type) and self._number(x) not in before:
-                self._made(self._number(x), x.untyped_storage())
+        for x in _here(result):
+            if self.kind in (None, x.device.type) and memory_of(x) not in before:
+                self._made(memory_of(x), x.untyped_storage())
         return result
-
-    @staticmethod
-    def _number(x: Tensor) -> int:
-        return memory_of(x)
 
     def _made(self, number: int, memory: torch.UntypedStorage) -> None:
         if number not in self._known and memory.nbytes():
@@ -69,3 +67,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
         if abs(size) >= self.least:
             self.steps.append(self.now)
+
+
+def _here(values: Any) -> Iterator[Tensor]:
+    """The tensors that have memory on this rank; one that is elsewhere would bring its values if it were asked."""
+    return (x for x in tree_leaves(values) if isinstance(x, Tensor) and not is_elsewhere(x))
