@@ -97,6 +97,9 @@ class Planner:
             raise ValueError(f"{error} {self._weights(built)}") from error
         seen = None if self.step.reads else self.step.survey  # by guesses a trial may go another way
         self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), seen)
+        # Islands that go from layer to layer, as in an MLP of layers with one product each, are not alike in all.
+        if self.step.hands_on(deal(self.step.folded, 2).search.values.keys()):
+            self.step = self.step.unfolded()
         tokens = count_tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         calls = tuple(call.path for call in self.step.calls)
@@ -165,7 +168,8 @@ class Planner:
         if count not in self._steps:
             batch = first_samples(self.batch, count, self.step.samples)
             autocast, gpu = self.precision.autocast, self.machine.gpu
-            self._steps[count] = record(self.tree.module, batch, autocast, self.fused, gpu)
+            step = record(self.tree.module, batch, autocast, self.fused, gpu)
+            self._steps[count] = step if self.step.folds else step.unfolded()
         return self._steps[count]
 
     def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[StageReplay, ...]:
@@ -192,7 +196,8 @@ class Planner:
         key = place, step.samples, count, str(asked), storage and (storage.ranks, storage.keep)
         if key not in self._sent:
             dealt = self._dealt[layout.tensor] if step is self.step else deal(step.folded, layout.tensor)
-            self._sent[key] = replay(step, dealt, cut_stages(self.tree.module, step, count, asked), place, storage)
+            cut = cut_stages(self.tree.module, step, count, asked, self._cut(count, asked))
+            self._sent[key] = replay(step, dealt, cut, place, storage)
         return self._sent[key]
 
     def _divides(self, ranks: int) -> bool:
@@ -206,14 +211,18 @@ class Planner:
             ValueError: the step can't be cut so.
         """
         key = count, str(asked)
-        if key not in self._cuts:
-            self._cuts[key] = cut_stages(self.tree.module, self.step, count, asked)
         if ranks not in self._dealt:
             self._dealt[ranks] = deal(self.step.folded, ranks)
         if (ranks, key) not in self._profiles:
-            made = make_profile(self.step, self._dealt[ranks], ranks, self._cuts[key])
+            made = make_profile(self.step, self._dealt[ranks], ranks, self._cut(count, asked))
             self._profiles[ranks, key] = made
         return self._profiles[ranks, key]
+
+    def _cut(self, count: int, asked: Any) -> StageCut:
+        key = count, str(asked)
+        if key not in self._cuts:
+            self._cuts[key] = cut_stages(self.tree.module, self.step, count, asked)
+        return self._cuts[key]
 
     def evaluate(self, layout: Mapping[str, Any], devices: int, samples: int | None = None) -> Prediction:
         """What a layout costs, given as `HybridParallelStrategy`'s arguments.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lightning_par.planner.messages.averages import averages
 from lightning_par.planner.messages.block_gathers import gatherings, in_vain
@@ -11,6 +12,7 @@ from lightning_par.planner.messages.clipped import norm_sums
 from lightning_par.planner.messages.stored_parts import StoredPart, block_messages, stored_part, stored_sum
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.recording.profile import Parameter
+from lightning_par.planner.recording.updates import WeightMessage, messages_of
 from lightning_par.planner.recording.uses import StageUses, Use
 from lightning_par.planner.replay.replay_run import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.times.layout_work import LayoutWork
@@ -67,6 +69,8 @@ class ByRank:
                 "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
                 **self._activations(own, tensor, replica),
             }
+            for axis, size in self._updates(pipeline).items():
+                found[axis] += size
             for axis, size in averages(self.work, self._parts(*key)).items():
                 found[axis] += size
             for x in norm_sums(self.work, pipeline):
@@ -118,6 +122,26 @@ class ByRank:
         there = sum(crossing[s + 1].sent[TAKEN] for s in own if s + 1 < len(stages.units) and s + 1 not in own)
         back = sum(crossing[s].sent[RETURNED] for s in own if s and s - 1 not in own)
         return (there + back) * times + self._tied(own, tensor, replica) * one.accumulated
+
+    def _updates(self, pipeline: int) -> dict[str, float]:
+        """What travels of weights where the step updates some by others: one that a tensor axis splits is gathered."""
+        one = self.work.one
+        split = {x.name for x in self.work.profile.stages.held(self._own(pipeline)) if x.dim is not None}
+        own = [x for x in self._weight_messages if x.source == pipeline and x.of in split]
+        share = (one.layout.tensor - 1) / one.layout.tensor
+        return {
+            "pipeline": sum(x.nbytes for x in self._weight_messages) * one.accumulated,
+            "tensor": sum(x.nbytes for x in own) * share * one.accumulated,
+        }
+
+    @cached_property
+    def _weight_messages(self) -> list[WeightMessage]:
+        stages, one = self.work.profile.stages, self.work.one
+        by_rank = stages.by_rank(one.schedule, one.layout.pipeline)
+        holders: dict[str, frozenset[int]] = {}
+        for rank, own in enumerate(by_rank if stages.updates else ()):
+            holders.update((x.name, holders.get(x.name, frozenset()) | {rank}) for x in stages.held(own))
+        return messages_of(stages.updates, holders, len(by_rank))
 
     def _tied(self, own: Sequence[int], tensor: int, replica: int) -> float:
         """The sum of gradients over the ranks that hold the same parameters, and a flag for each."""

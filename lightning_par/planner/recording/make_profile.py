@@ -54,6 +54,7 @@ def make_profile(step: RecordedStep, dealt: Dealt, ranks: int, cut: StageCut) ->
         (_bytes(cut.batch_values, True), _bytes(cut.batch_values, False)),
         cut.called,
         tuple(stage_uses(step, first, end) for first, end in cut.spans(len(step.events))),
+        cut.updates,
     )
     return Profile(ranks, kinds, order, parameters, groups, step.samples, stages)
 

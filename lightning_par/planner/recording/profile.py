@@ -9,6 +9,7 @@ from math import prod
 
 from lightning_par.pipeline.plan.schedule import SCHEDULES, place_stages
 from lightning_par.planner.recording.operations import Operation, Use
+from lightning_par.planner.recording.updates import WeightCall
 from lightning_par.planner.recording.uses import StageUses
 
 
@@ -64,6 +65,7 @@ class Stages:
         of_batch: bytes of what is made once a step of the recorded batch alone; and of what not even that determines.
         called: the modules that a pipeline calls as a whole; of one stage, none.
         uses: what each uses of the module.
+        updates: what the step does with weights alone, of no stage.
     """
 
     units: tuple[tuple[int, ...], ...]
@@ -72,6 +74,7 @@ class Stages:
     of_batch: tuple[int, int]
     called: tuple[str, ...]
     uses: tuple[StageUses, ...]
+    updates: tuple[WeightCall, ...] = ()
 
     def by_rank(self, schedule: str, ranks: int) -> list[list[int]]:
         """The stages of each rank along the pipeline."""

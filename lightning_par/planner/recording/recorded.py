@@ -37,6 +37,7 @@ class RecordedStep:
         blocks: whose weights are gathered together, if stored in parts.
         samples: in the recorded batch.
         autocast: the dtype in which torch's autocast ran products; None: it ran none.
+        folds: whether one of several runs that are alike stands for the others.
         given: how its batch is given to ranks that share out tokens, by their layout, once that was asked for.
     """
 
@@ -48,6 +49,7 @@ class RecordedStep:
     blocks: tuple[Block, ...]
     samples: int
     autocast: torch.dtype | None = None
+    folds: bool = True
     given: dict[Any, SequencePlan] = field(default_factory=dict, init=False, compare=False)
 
     @property
@@ -217,6 +219,18 @@ class RecordedStep:
         places = {run.first for run in self.runs} | {start for start in starts if start < len(self.events)}
         ends = [*sorted(places)[1:], len(self.events)]
         return replace(self, runs=told_apart(self, list(zip(sorted(places), ends))))
+
+    def unfolded(self) -> RecordedStep:
+        """The step with no run that stands for another."""
+        runs = tuple(replace(run, kind=number) for number, run in enumerate(self.runs))
+        return replace(self, runs=runs, folds=False)
+
+    def hands_on(self, values: Collection[int]) -> bool:
+        """Whether a run that is like others hands on one of ``values``, by their ids, to what follows it."""
+        counts = Counter(run.kind for run in self.runs)
+        alike = [run for number, run in enumerate(self.runs) if run.kind == number and counts[number] > 1]
+        lives = [(made, taken) for x, made, taken in self.lives if id(x) in values]
+        return any(run.first <= made < run.end <= taken for run in alike for made, taken in lives)
 
     @cached_property
     def folded(self) -> Recording:

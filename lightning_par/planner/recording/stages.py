@@ -6,7 +6,7 @@ The stages are those that the strategy plans by itself, from the same calls of m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from lightning_par.pipeline.plan.stage_ranges import Homes
 from lightning_par.pipeline.plan.uncalled import homes_of_uncalled
 from lightning_par.planner.recording.notes import BatchValue, Heard
 from lightning_par.planner.recording.recorded import RecordedStep
+from lightning_par.planner.recording.updates import WeightCall, updates_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,8 @@ class StageCut:
         crossing: the values that each stage takes from the one before it.
         batch_values: what the step itself makes of the batch alone, which all ranks do once for all microbatches.
         called: the modules that the pipeline calls as a whole, or would call.
+        updates: what the step does with weights alone, of no stage.
+        plan: by which it was cut; None of one stage.
     """
 
     starts: tuple[int, ...]
@@ -35,6 +38,8 @@ class StageCut:
     crossing: tuple[tuple[Tensor, ...], ...]
     batch_values: tuple[BatchValue, ...] = ()
     called: tuple[str, ...] = ()
+    updates: tuple[WeightCall, ...] = ()
+    plan: StagePlan | None = None
 
     @property
     def count(self) -> int:
@@ -54,7 +59,11 @@ class StageCut:
 
 
 def cut_stages(
-    module: nn.Module, step: RecordedStep, count: int, asked: Sequence[str] | Mapping[str, int] | None = None
+    module: nn.Module,
+    step: RecordedStep,
+    count: int,
+    asked: Sequence[str] | Mapping[str, int] | None = None,
+    like: StageCut | None = None,
 ) -> StageCut:
     """Cut ``step`` into ``count`` stages as the strategy does: the slowest as fast as can be, or as ``asked``.
 
@@ -63,6 +72,7 @@ def cut_stages(
         step: as recorded.
         count: of stages.
         asked: where they begin, or the stage of each unit; None: that is planned.
+        like: the same step on more samples, whose stages are taken.
 
     Raises:
         ValueError: there are fewer modules than stages, ``asked`` names what is none, or the step can't be cut.
@@ -72,15 +82,19 @@ def cut_stages(
         return StageCut((0,), (tuple(names),), ((),))
     if step.root is None:
         raise ValueError("the step takes gradients of its own, and can't be cut into stages")
-    plan = make_stage_plan(step.root, count, asked or None, module="the module")
+    known = None if like is None else like.plan
+    plan = known or make_stage_plan(step.root, count, asked or None, module="the module")
     units = _unit_calls(step, plan)
     starts = _starts(step, plan, count, units)
     heard: Heard = step.recording.heard
     values = tuple(x for x in heard.batch_values if units[x.call] is None)
     homes = {**plan.homes, **homes_of_uncalled(module, plan.homes)}
+    updates = updates_of(step, lambda number: (note := step.notes[number]) is None or units[note.call] is None)
+    apart = {call.event for call in updates}
     return StageCut(
-        starts, _held(step, homes, starts), tuple(_across(step, start) for start in starts), values, (*homes,)
-    )
+        starts, _held(step, homes, starts, apart), tuple(_across(step, start, apart) for start in starts), values,
+        (*homes,), updates, plan,
+    )  # fmt: skip
 
 
 def _unit_calls(step: RecordedStep, plan: StagePlan) -> dict[int, int | None]:
@@ -107,14 +121,17 @@ def _starts(
     return tuple(starts)
 
 
-def _held(step: RecordedStep, units: Homes, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The parameters of each stage: of its units, and those that its functions take; the last one has what none has."""
+def _held(
+    step: RecordedStep, units: Homes, starts: Sequence[int], apart: Collection[int]
+) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each stage: of its units, and those that its functions take; the last one has what none has.
+    Events that are ``apart`` are of no stage."""
     homes: dict[str, set[int]] = defaultdict(set)
     stage = 0
     for number, event in enumerate(step.events):
         while stage + 1 < len(starts) and starts[stage + 1] <= number:
             stage += 1
-        for x in event.inputs:
+        for x in event.inputs if number not in apart else ():
             if id(x) in step.names:
                 homes[step.names[id(x)][0]].add(stage)
     order = [names[0] for names in step.recording.parameters]
@@ -126,6 +143,7 @@ def _held(step: RecordedStep, units: Homes, starts: Sequence[int]) -> tuple[tupl
     return tuple(tuple(name for name in order if stage in homes[name]) for stage in range(len(starts)))
 
 
-def _across(step: RecordedStep, start: int) -> tuple[Tensor, ...]:
-    """The values of the model that are there when the event ``start`` begins, and taken from there on."""
-    return tuple(x for x, made, taken in step.lives if made < start <= taken)
+def _across(step: RecordedStep, start: int, apart: Collection[int]) -> tuple[Tensor, ...]:
+    """The values of the model that are there when the event ``start`` begins, and taken from there on, but for what is
+    made ``apart``."""
+    return tuple(x for x, made, taken in step.lives if made < start <= taken and made not in apart)

@@ -37,7 +37,7 @@ def told_apart(step: RecordedStep, runs: list[tuple[int, int]]) -> tuple[UnitRun
     found = []
     for number, (first, end) in enumerate(runs):
         path = step.homes[first]
-        key = (bool(path), step.outlines[first:end]) if path else number
+        key = (bool(path), step.outlines[first:end]) if path and step.folds else number
         found.append(UnitRun(path, first, end, kinds.setdefault(key, number)))
     return tuple(found)
 

@@ -1,0 +1,93 @@
+"""A plan of a step that updates weights by others, as momentum encoders do, against a dry run of each rank: exactly."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_par import dry_run, plan
+from lightning_par.planner.recording.updates import WeightCall, WeightMessage, messages_of
+from tests.helpers.slow import slow
+from tests.planner.counted import APART, AXES, ranks_of
+
+
+class Twins(L.LightningModule):
+    """Layers of one product each, so that split features go from one to the next; a network and its average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def update(self) -> None: ...
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.update()
+        return (self.net(batch[0]) - self.teacher(batch[0]).detach()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class InPlace(Twins):
+    def update(self) -> None:
+        for p, q in zip(self.net.parameters(), self.teacher.parameters()):
+            q.data.mul_(0.9).add_(p.data, alpha=0.1)
+
+
+class Assigns(Twins):
+    @torch.no_grad()
+    def update(self) -> None:
+        for p, q in zip(self.net.parameters(), self.teacher.parameters()):
+            q.data = q.data * 0.9 + p.data * 0.1
+
+
+class Copies(Twins):
+    @torch.no_grad()
+    def update(self) -> None:
+        for p, q in zip(self.net.parameters(), self.teacher.parameters()):
+            q.copy_(q * 0.9 + p * 0.1)
+
+
+STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stages": STAGES,
+    "stages_4": STAGES | {"pipeline_parallel_size": 4},
+    "zbv": STAGES | {"schedule": "zbv"},
+    "stages_tensor": STAGES | {"tensor_parallel_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "tensor_4": {"tensor_parallel_size": 4},
+}
+KINDS = [Twins, InPlace, Assigns, Copies]
+ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
+
+
+@slow(but=["Twins-tensor", "InPlace-stages_tensor", "Assigns-stages"])
+@pytest.mark.parametrize(("kind", "layout"), ROWS, ids=[f"{kind.__name__}-{layout}" for kind, layout in ROWS])
+def test_each_rank_holds_and_sends_what_was_said(kind: type[Twins], layout: str) -> None:
+    asked, batch = LAYOUTS[layout], [torch.ones(4, 8)]
+    ranks = ranks_of(asked)
+    said = plan(kind, batch, "8xH100", devices=ranks, layout=asked).as_dict()["layouts"][0]["ranks"]
+    for rank in range(ranks):
+        found = dry_run(kind, batch, asked, devices=ranks, rank=rank)
+        sent: dict[str, float] = defaultdict(float)
+        for (axis, purpose), size in found.sent.items():
+            if axis in AXES and purpose not in APART:
+                sent[AXES[axis]] += size
+        assert (said[rank]["parameters"], said[rank]["gradients"]) == (found.parameters, found.gradients)
+        assert {axis: size for axis, size in said[rank]["sent"].items() if size} == {k: v for k, v in sent.items() if v}
+
+
+def test_a_value_of_weights_is_made_where_it_is_wanted_or_where_they_all_are() -> None:
+    holders = {"net": frozenset({0}), "teacher": frozenset({1}), "both": frozenset({0, 1})}
+    scaled = WeightCall(0, (("net", 8),), wanted="teacher")  # stays on rank 0
+    summed = WeightCall(1, (("teacher", 8), (0, 8)), wanted="teacher")  # on rank 1
+    written = WeightCall(2, ((1, 8), ("both", 4)), "teacher", wanted="teacher")
+    assert messages_of([scaled, summed, written], holders, 2) == [WeightMessage(0, "net", 8)]
+    assert messages_of([WeightCall(0, (("net", 8),), "both")], holders, 2) == [WeightMessage(0, "net", 8)]
