@@ -98,14 +98,16 @@ class Planner:
         seen = None if self.step.reads else self.step.survey  # by guesses a trial may go another way
         self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), seen)
         # Islands that go from layer to layer, as in an MLP of layers with one product each, are not alike in all.
-        if self.step.hands_on(deal(self.step.folded, 2).search.values.keys()):
+        dealt = deal(self.step.folded, 2)
+        hands_on = self.step.hands_on(dealt.search.values.keys())
+        self._dealt: dict[int, Dealt] = {} if hands_on else {2: dealt}
+        if hands_on:
             self.step = self.step.unfolded()
         tokens = count_tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         calls = tuple(call.path for call in self.step.calls)
         self.tree = ModuleUses(built, calls, self.step.uses, self.step.backwards, self.step.trained)
         self._profiles: dict[Any, Profile] = {}
-        self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}
         self._steps: dict[int, RecordedStep] = {}
         self._sent: dict[Any, tuple[StageReplay, ...]] = {}
