@@ -22,7 +22,7 @@ from lightning_par.private.tensors import mark_parameter
 from lightning_par.private.transforms import in_functorch, is_wrapped
 from lightning_par.python_state.drawing_caches import drew_for_cache
 from lightning_par.python_state.nested_tensors import cloned
-from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW, READS, VALUE_PROPERTIES, name_of
+from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW, READS, VALUE_PROPERTIES, name_of, writes_into
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
@@ -153,7 +153,7 @@ class Recorder(TorchFunctionMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The result of a function of fakes, and what runs it on others; real ones that it writes into become fake."""
         into = kwargs.get("out")
-        if into is None and args and writes(name):
+        if into is None and args and writes_into(name):
             into = args[0]
         for x in tree_leaves(into):
             if isinstance(x, Tensor) and not is_fake(x) and x.layout is torch.strided:

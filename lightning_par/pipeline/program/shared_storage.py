@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -60,6 +62,15 @@ class SharedStorage(TorchDispatchMode):
             self._now.add(memory)
             if memory in self.names:
                 self.places[self.names[memory]] = user_line()
+
+    @contextmanager
+    def replaced(self, x: Tensor) -> Iterator[None]:
+        """Inside ``x.data`` is set, which writes into ``x``, and gives it other memory."""
+        self.note_write(x)
+        name = self.names.get(memory) if (memory := memory_reference(x)) is not None else None
+        yield
+        if name is not None and (memory := memory_reference(x)) is not None:
+            self.names[memory] = name
 
     def made(self, key: Key, x: Tensor) -> None:
         """The value ``key`` is ``x``."""

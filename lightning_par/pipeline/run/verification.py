@@ -24,6 +24,7 @@ from lightning_par.private.compiler import uncompiled
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import cloned, map_tensors
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.tensor_writes import overwrite
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 from lightning_par.trial.step import Step
@@ -160,9 +161,8 @@ def kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Itera
     finally:
         for state in states:
             state.restore()
-        with torch.no_grad():
-            for x, copy in zip(tensors, copies, strict=True):
-                x.detach().copy_(copy)  # not what it was made of before: the step may have set its `.data`
+        for x, copy in zip(tensors, copies, strict=True):
+            overwrite(x, copy)  # not what it was made of before: the step may have set its `.data`
 
 
 def _drawing(level: float = 0.5) -> Callable[[], AbstractContextManager[None]]:

@@ -7,7 +7,7 @@ several samples together shows itself, and what becomes a sum over samples is kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis_notes import AnalysisNotes
 from lightning_par.pipeline.trial.batch_event import record_on_batch
+from lightning_par.pipeline.trial.fake_step import sets_data
 from lightning_par.pipeline.trial.function_event import record_data, record_function
 from lightning_par.pipeline.trial.metric_event import record_metric
 from lightning_par.pipeline.trial.read_event import record_read
@@ -142,8 +143,10 @@ class Analysis(AnalysisNotes):
                 if self.transformed.closes_over(x, self.values):
                     self.use_parameter(x)
         sums = 0 if self.axis is None else self.axis.sums
+        renamed = self.values.memory.replaced(args[0]) if sets_data(func) else nullcontext()
         try:
-            result = super().run_function(func, args, kwargs)
+            with renamed:
+                result = super().run_function(func, args, kwargs)
         except SamplesMixError as error:
             if self.path is not None and self.mixing is not error:  # as the user may catch it
                 error.args = (f"{error}, at {user_line()} in {self.path!r}",)

@@ -221,7 +221,7 @@ class FakeRun(CallTree, Run):
             note_write(args[0])
         if self.axis is None:
             return
-        if into is None and args and (name in ARRAYS or writes(name)):
+        if into is None and args and (name in ARRAYS or writes(name) or sets_data(func)):
             into = args[0]
         if id(into) in self.buffers:
             raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
@@ -230,6 +230,11 @@ class FakeRun(CallTree, Run):
 def _is_of_data(func: Any, name: str) -> bool:
     """Whether ``func`` gets or sets the `.data` of a tensor."""
     return name in ("__get__", "__set__") and getattr(func.__self__, "__name__", "") == "data"
+
+
+def sets_data(func: Any) -> bool:
+    """Whether ``func`` is what runs for ``x.data = value``."""
+    return getattr(func, "__name__", "") == "__set__" and _is_of_data(func, "__set__")
 
 
 def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
@@ -252,6 +257,8 @@ def claims_size(func: Any, args: Any, kwargs: Any) -> bool:
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` on fakes. Recurrent ones run as on the CPU, since cuDNN lays out weights in memory, of which fakes have
     none; and in no inference mode, in which torch 2.11 gives states another shape."""
+    if sets_data(func) and is_fake(args[1]) and not is_fake(args[0]):
+        return _keep_values(*args)
     if getattr(func, "__name__", "") not in RECURRENT:
         return func(*args, **kwargs)
     device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
@@ -259,6 +266,13 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
     with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad() if inference else nullcontext():
         given, named = map_tensors(lambda x: x.cpu(), (args, kwargs))
         return map_tensors(lambda x: x.to(device), func(*given, **named))
+
+
+def _keep_values(x: Tensor, value: Tensor) -> None:
+    """``x.data = value`` of a tensor with values and a fake, without which it would be of no device that computes: it
+    has values as before, as where a fake is copied into it."""
+    if (x.shape, x.dtype) != (value.shape, value.dtype):
+        x.data = torch.zeros(value.shape, dtype=value.dtype, device=x.device)
 
 
 def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:
