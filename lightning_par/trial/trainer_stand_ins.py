@@ -136,7 +136,8 @@ class Optimizers:
                 optimizers, schedules = self._real()
                 if not optimizers:
                     optimizers, schedules = self._configured()
-            stands = [OptimizerStand([*self._groups(x)], self._wrapped(type(x))) for x in optimizers]
+                # here, as a rate may be a tensor: its copy is no function of the step's
+                stands = [OptimizerStand([*self._groups(x)], self._wrapped(type(x))) for x in optimizers]
             self._found = (stands, [*map(ScheduleStand, schedules)]) if stands else ([Stand()], [Stand()])
         return self._found
 

@@ -64,3 +64,35 @@ def test_what_a_step_changes_of_its_trainer_is_one_devices(pool: Pool, strategy:
     assert len(one[0]) == 4
     for rank in pool.run(2, _changed, strategy):
         assert not compare(one, rank)
+
+
+class Rated(Net):
+    """Its rate is a tensor, which each step writes into, reads, and replaces."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        group = self.optimizers().param_groups[0]  # type: ignore[union-attr]
+        group["lr"].mul_(0.9)
+        loss = self.b(self.a(batch)).square().mean()
+        self.log("rate", group["lr"])
+        if group["lr"] > 0.05:
+            group["lr"].copy_(0.1 * loss.detach())
+        if batch_idx == 2:
+            group["lr"] = group["lr"] * 0.8
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1))
+
+
+def _rated(strategy: Any = None) -> Any:
+    t = trainer(must_split=False, **({} if strategy is None else {"strategy": strategy}))
+    module = Rated()
+    t.fit(module, datamodule=Data())
+    return kept(t.callback_metrics["rate"]), [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_rate_that_is_a_tensor_is_one_devices(pool: Pool, microbatches: int) -> None:
+    one = _rated()
+    for rank in pool.run(2, _rated, PipelineParallelStrategy(2, microbatches=microbatches)):
+        assert not compare(one, rank)
