@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain, takewhile
+from math import inf
 from typing import TYPE_CHECKING
 
 from lightning_par.pipeline.program.batch_values import has_graph
-from lightning_par.pipeline.program.program import StepEvent, makers_of
+from lightning_par.pipeline.program.program import StepEvent, is_located, makers_of
+from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.functions import HOOKS, name_of, writes_into
 
@@ -30,7 +32,8 @@ def set_updates_apart(run: Analysis) -> None:
     """
     made = _made_of_weights(run)
     found = {*chain.from_iterable(made.values())}
-    others = _Others(run, found)
+    unused = _unused_views(run, found) if found else set()
+    others = _Others(run, found | unused)
     given, written = _by_event(run.direct), _by_event(run.overwritten)
     touched = _touched(run, sorted(found), given)
     writes = [*takewhile(lambda one: all(others.let_ahead(i, touched[i], written[i]) for i in made[one]), made)]
@@ -40,6 +43,7 @@ def set_updates_apart(run: Analysis) -> None:
         return
     if any(i < later and touched[i].intersection(written[later]) for i in behind for later in writes):
         return  # what is to be read before
+    found |= unused
     for index in found:
         event = run.events[index]
         event.kind, event.told, event.behind = "update", tuple(given[index]), index in behind
@@ -62,6 +66,19 @@ def _made_of_weights(run: Analysis) -> dict[int, set[int]]:
     if any(key[0] in found or not found.isdisjoint(memory.get(key, ())) for key, i in run.uses() if i not in found):
         return {}
     return made
+
+
+def _unused_views(run: Analysis, found: set[int]) -> set[int]:
+    """Events beside those ``found`` which make views of weights that nothing takes, as `AveragedModel` does."""
+    used, unused = {key for key, i in run.uses() if i == inf}, set[int]()
+    for index, event in reversed([*enumerate(run.events)]):
+        memory = [memory_reference(x) for x in returned_tensors(event.result) if is_located(x)]
+        views = bool(memory) and all(one in run.values.memory.names for one in memory)
+        if index in found or not views or not _may_be_apart(event, False) or any(key[0] == index for key in used):
+            used.update(event.inputs)
+        else:
+            unused.add(index)
+    return unused
 
 
 def _may_be_apart(event: StepEvent, writes: bool) -> bool:
