@@ -106,7 +106,12 @@ class StagesPart(Part):
         sharding = self.groups.sharding
         self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting, sharding)
         engine.update_weights = self._outside.update_weights
-        engine.leaves = KeptLeaves(first.module, axis, Meeting(axis, self.wanted.timeout, "leaves"))
+        engine.leaves = KeptLeaves(
+            first.module,
+            axis,
+            Meeting(axis, self.wanted.timeout, "leaves"),
+            frozenset(name for name, _ in first.module.named_parameters(remove_duplicate=False)),
+        )
         self.engine, self._module = engine, first.module
 
     def adopt(self, optimizer: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_par.private.compiler import forget_traced
 from lightning_par.private.modules import derived_weights, forget_weak_references, renew_weak_references
 from lightning_par.private.tensors import PARAMETER_MARK
+from lightning_par.sharded.lost_graphs import refuse_gradient
 from lightning_par.sharded.parameter_hooks import hang
 from lightning_par.sharded.user_classes import REMEMBERED, put_on, users_class
 
@@ -75,8 +76,8 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
 def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the weights of ``modules`` can `become` others.
 
-    An RNN's weak references to its own forbid it, and the graph of a weight that hooks computed of them, as norms and
-    masks of pruning do.
+    An RNN's weak references to its own forbid it, the graph of a weight that hooks computed of them, as norms and masks
+    of pruning do, and that of what a forward of before has left in an attribute: the next one computes it anew.
     """
     modules = [*modules]
     rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
@@ -85,6 +86,12 @@ def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
         forget_weak_references(rnn)
     for module, weight in derived:
         setattr(module, weight.name, getattr(module, weight.name).detach())
+    for module, name, x in [(m, name, x) for m in modules for name, x in vars(m).items() if type(x) is Tensor]:
+        if x.grad_fn is not None:
+            why = (
+                f"{name!r} of a {type(module).__name__} was computed by weights that have been split over ranks since: "
+            )
+            setattr(module, name, refuse_gradient(x.detach(), f"{why}compute it in the step that takes its gradient."))
     try:
         yield
     finally:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
@@ -19,6 +17,7 @@ from lightning_par.pipeline.run.messages import lost
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.lost_graphs import refuse_gradient
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Changed:
             tensors = tensors_in(vars(self.shared[name]))
             for n in which:
                 if not tensors[n].requires_grad:
-                    tensors[n].requires_grad_().register_hook(partial(_lost, self.who, name))
+                    refuse_gradient(tensors[n], _lost(self.who, name))
 
     @property
     def any(self) -> bool:
@@ -149,8 +148,8 @@ def _with_graph(change: Change) -> tuple[int, ...]:
     return tuple(n for n, x in enumerate(tensors_in(vars(change))) if x.requires_grad and x.grad_fn is not None)
 
 
-def _lost(who: str, name: str, gradient: Tensor) -> None:
-    raise RuntimeError(
+def _lost(who: str, name: str) -> str:
+    return (
         f"The loss goes by what {who} stores in {name}, which it did not when the step was first run. Its gradient "
         "can't get back to the stage of the pipeline that computed it. Return the value from the module's forward, or "
         "use TensorParallelStrategy."

@@ -1,7 +1,9 @@
-"""Tensors that require a gradient, are no parameters, and are kept by modules: their ``.grad`` is one device's.
+"""Tensors that require a gradient and are kept by modules, beside the parameters that a run began with: their ``.grad``
+is one device's.
 
-They are on all ranks, and what a stage's backward adds to one is a part of its gradient, as of a weight that all stages
-use. So they are finished and delivered with the parameters' gradients.
+So is that of parameters which user code registered since, as `remove_parametrizations` does between steps. All of them
+are on all ranks, and what a stage's backward adds to one is a part of its gradient, as of a weight that all stages use.
+So they are finished and delivered with the parameters' gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.between_steps.send_away import Placement
@@ -24,6 +27,8 @@ from lightning_par.private import lightning_modules
 from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.lost_graphs import has_no_graph
+from lightning_par.sharded.tensor import leaf
 
 _CONTAINERS = (list, tuple, dict)
 _KINDS = (Tensor, *_CONTAINERS)
@@ -38,6 +43,7 @@ class KeptLeaves:
         module: the LightningModule.
         axis: the pipeline axis.
         meeting: of its ranks.
+        placed: the names of the parameters that the run began with.
 
     Example::
 
@@ -47,8 +53,10 @@ class KeptLeaves:
         kept.refuse_others(memo)
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, meeting: Meeting) -> None:
-        self._tree, self._axis, self._meeting = ModuleTree(module), axis, meeting
+    def __init__(self, module: nn.Module, axis: Axis, meeting: Meeting, placed: Collection[str]) -> None:
+        self._tree, self._axis, self._meeting, self._placed = ModuleTree(module), axis, meeting, placed
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._registered: dict[str, Tensor] = {}
         self._modules: list[tuple[str, nn.Module]] = []
         self._versions: list[int] = []
         self._held: dict[int, _Holding] = {}  # by the module's place, of those that hold any
@@ -58,7 +66,7 @@ class KeptLeaves:
 
     def found(self) -> dict[str, Tensor]:
         """Those that all ranks have, by name, for a step that is about to run. All ranks must call it."""
-        there = self._there()
+        there = self._there() | self._since_registered()
         kinds = frozenset((name, tuple(x.shape), x.dtype) for name, x in there.items())
         if kinds not in self._agreed:
             self._agreed[kinds] = self._on_all(kinds)
@@ -102,6 +110,13 @@ class KeptLeaves:
                     "or use TensorParallelStrategy."
                 )
 
+    def _since_registered(self) -> dict[str, Tensor]:
+        parameters = self._tree.parameters()
+        if parameters is not self._parameters:
+            new = {name: p for name, p in parameters if name not in self._placed and not is_elsewhere(p)}
+            self._parameters, self._registered = parameters, {name: leaf(p) for name, p in new.items()}
+        return {name: x for name, x in self._registered.items() if x.requires_grad} if self._registered else {}
+
     def _there(self) -> dict[str, Tensor]:
         self._look_again()
         kept: dict[str, Tensor] = {}
@@ -111,7 +126,7 @@ class KeptLeaves:
         if not kept:
             return kept
         own = {id(p) for _, p in self._tree.parameters()}
-        return {name: x for name, x in kept.items() if id(x) not in own}
+        return {name: x for name, x in kept.items() if id(x) not in own and not has_no_graph(x)}
 
     def _look_again(self) -> None:
         """Note what modules hold which have been written to since: asked in every step."""
