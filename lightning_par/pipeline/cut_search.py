@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, as_units, close, walk
 from lightning_par.pipeline.program.make_program import OutsideWriteError, SharedWriteError
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -104,6 +104,8 @@ class CutSearch:
         if cut.program is None:
             if isinstance(cut.reason, SharedWriteError) and self.spread.plan_once():
                 return self._decide(step, known)
+            if isinstance(cut.reason, OutsideWriteError) and _is_small(cut.surveyed.root, cut.reason.owner):
+                return self._decide(step, replace(surveyed, root=as_units(surveyed.root, {cut.reason.owner})))
             raise ValueError(str(cut.reason))
         return cut.plan, self._without_unused(step.module, cut.stages, cut.program), cut.program
 
@@ -175,7 +177,7 @@ class CutSearch:
                     plan, stages = self.spread.plan(step.module, surveyed.root, opened)
                 except ValueError:  # it is needed as a unit, or apart
                     continue
-                if plan != cut.plan:
+                if plan != cut.plan or stages.homes != cut.stages.homes:  # which an uncalled module has, and no plan
                     break
             else:
                 break
@@ -217,6 +219,12 @@ class CutSearch:
             return study(step, stages, wanted, surveyed=surveyed), None
         except (SamplesMixError, UnitError) as error:
             return None, error
+
+
+def _is_small(root: ModuleCall, path: str) -> bool:
+    """Whether the module ``path`` is called, and was no unit for want of parameters, as a norm without them is."""
+    calls = [call for call in walk(root) if path and call.path == path]
+    return bool(calls) and not any(call.numel for call in calls)
 
 
 def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Survey, tuple[str, ...]]]:

@@ -9,7 +9,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from lightning_par.pipeline.plan.stage_plan import StagePlan, plan_of
-from lightning_par.pipeline.plan.units import ClosedError, ModuleCall, ancestors, choose_units, unit_calls, walk
+from lightning_par.pipeline.plan.units import (
+    ClosedError,
+    ModuleCall,
+    ancestors,
+    as_units,
+    choose_units,
+    unit_calls,
+    walk,
+)
 
 
 def make_placement_plan(
@@ -42,7 +50,7 @@ def make_placement_plan(
     """
     known = _Known(root, wishes, shared)
     units = known.units(root, opened)
-    root = _with_parameters(root, known.moved_without_parameters(root, units))
+    root = as_units(root, known.moved_without_parameters(root, units))
     units = known.units(root, opened)
     calls = unit_calls(root, units)
     found: dict[str, int] = {}
@@ -115,11 +123,3 @@ class _Known:
 
         visit(root, None)
         return moved
-
-
-def _with_parameters(call: ModuleCall, paths: Collection[str]) -> ModuleCall:
-    """The call with ``paths`` in it taken for modules with parameters, which can be called as a whole."""
-    if not paths:
-        return call
-    children = tuple(_with_parameters(child, paths) for child in call.children)
-    return replace(call, numel=call.numel or int(call.path in paths), children=children)

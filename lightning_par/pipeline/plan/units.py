@@ -77,6 +77,19 @@ def close(root: ModuleCall, paths: Collection[str], reason: str) -> ModuleCall:
     return replace(root, children=children, closed=root.closed or (reason if root.path in paths else None))
 
 
+def as_units(root: ModuleCall, paths: Collection[str]) -> ModuleCall:
+    """``root``, in which the modules ``paths``, that have no parameters, can be called as a whole as those that have.
+
+    Example::
+
+        assert as_units(Call("norm", 8, 0), {"norm"}).numel == 1
+    """
+    if not paths:
+        return root
+    children = tuple(as_units(child, paths) for child in root.children)
+    return replace(root, numel=root.numel or int(root.path in paths), children=children)
+
+
 def unit_calls(root: ModuleCall, units: Collection[str]) -> list[UnitCall]:
     """The calls of ``units`` in execution order.
 

@@ -178,6 +178,19 @@ def touches_state(func: Any, args: Any, kwargs: Any, result: Any, is_state: Call
 
 
 def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    """What a call of the function ``name`` writes into: its first argument, or what it is told by ``out``."""
+    """What a call of the function ``name`` writes into: its first argument, what it is told by ``out``, or the running
+    statistics of a norm."""
     into = [next(iter((*args, *kwargs.values())), None)] if writes_into(name) else []
-    return tensors_in((into, kwargs.get("out")))
+    return tensors_in((into, kwargs.get("out"), _statistics(name, args, kwargs) if name in _TRAINS else ()))
+
+
+_TRAINS = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
+"""By which argument, the sixth, norms write into what follows the input, and what it is where none is given."""
+
+
+def _statistics(name: str, args: Any, kwargs: Any) -> list[Any]:
+    flag, default = _TRAINS[name]
+    if not (args[5] if len(args) > 5 else kwargs.get(flag, default)):
+        return []
+    places = args[3:5] if len(args) == 9 else args[1:3]  # those of `torch`, and those of `torch.nn.functional`
+    return [*places, kwargs.get("running_mean"), kwargs.get("running_var")]

@@ -28,7 +28,13 @@ class SharedWriteError(UnitError):
 
 
 class OutsideWriteError(UnitError):
-    """A function writes into a buffer that is in no unit, as batch norm's in an opened one: one rank alone would."""
+    """A function writes into a buffer that is in no unit, as batch norm's in an opened one: one rank alone would.
+
+    Attributes:
+        owner: the module that has the buffer.
+    """
+
+    owner: str
 
 
 def make_program(
@@ -87,11 +93,13 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
     for name in sorted({name for name, _ in run.overwritten}):
         units = [path for path in run.homes if any(tensors[name] is x for x in _held(step.module.get_submodule(path)))]
         if not units and run.homes and name in buffers:
-            raise OutsideWriteError(
+            error = OutsideWriteError(
                 f"{places[name]}: the step writes into {name!r} outside of the modules that are placed, "
                 "where each rank has a copy of it. Call the layer that does so as a module.",
                 None,
             )
+            error.owner = name.rpartition(".")[0]
+            raise error
         ranks = {rank for path in units for rank in run.stages.holders(path)}
         used = [(path, index) for path, index in (*run.overwritten, *run.direct) if path == name]
         ranks |= {cut.at[stage_of(cut.starts, index)] for _, index in used}

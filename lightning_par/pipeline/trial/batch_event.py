@@ -13,7 +13,7 @@ from lightning_par.pipeline.program.program import StepEvent, is_located
 from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.sharded.functions import READS, writes_into
+from lightning_par.sharded.functions import READS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.fake_functions import run_on_ones
 from lightning_par.trial.large_values import is_large, note_made
@@ -38,7 +38,7 @@ def record_on_batch(run: Analysis, func: Any, name: str, args: Any, kwargs: Any)
     run.values.memory_of_batch[index] = Memory.of(name, args, kwargs, result, run.values.is_state)
     if touches_state(func, args, kwargs, result, run.values.is_state):
         run.values.views.update(id(x) for x in tensors)
-        run.changes_state |= writes_into(name) or "out" in kwargs
+        run.changes_state |= bool(written_by(name, args, kwargs))
     run.events.append(StepEvent(func, "batch", (), None, user_line(), graphed=any(map(has_graph, tensors))))
     run.note_constants(index, (args, kwargs, result))
     run.shapes[index] = [tuple(x.shape) for x in tensors]

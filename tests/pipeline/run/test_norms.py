@@ -1,0 +1,66 @@
+"""Norms without weights: they are on one stage as others are, whatever they are called with."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_par import HybridParallelStrategy
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+from tests.helpers.surface import check, trained
+
+BATCHES = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).view(12, 8).mul(40).sin()
+
+
+class OwnNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+class Normed(LightningModule):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8)]
+        if "between" in where:
+            layers[1:1] = [nn.BatchNorm1d(8, affine=False)]
+        if "own" in where:
+            layers[-1:-1] = [OwnNorm()]
+        self.net = nn.Sequential(*layers)
+        self.of_batch = "batch" in where
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.of_batch:
+            batch = F.batch_norm(batch, self.mean, self.variance, training=True)
+        loss = (self.net(batch) - 0.5).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def _fit(where: str) -> Any:
+    torch.manual_seed(0)
+    strategy = partial(HybridParallelStrategy, pipeline_parallel_size=2)
+    return trained(Normed(where), DataLoader(BATCHES, batch_size=4), strategy)
+
+
+@slow("own")
+@pytest.mark.parametrize("where", ["own", "batch", "between own batch"])
+def test_norms_without_weights_are_one_devices(where: str, pool: Pool) -> None:
+    check(pool, _fit, where)
