@@ -53,6 +53,7 @@ CHANGING = {
     "sharded/patches/__init__.py NODES": "",
     "sharded/patches/__init__.py UNFINISHED": "",
     "sharded/patches/__init__.py STREAMS": "",
+    "sharded/patches/__init__.py COLLECTIVES": "",
     "sharded/patches/__init__.py SYNC_ADVICE": "",
     "sharded/patches/__init__.py RESUME_ADVICE": "",
     "sharded/patches/__init__.py WORKER_SIGNALS": "",

@@ -55,6 +55,8 @@ class RunState:
         hooks_alone: whether a backward runs whose hooks this rank of a pipeline alone runs.
         any_gradient: whether this rank of a pipeline holds a gradient of any weight.
         lender: who shows user code weights of all stages, of which this rank has some in parts; None in a step.
+        is_one_process: whether a step runs, or a trial of one, all ranks of which share the model.
+        counted_processes: where user code has asked outside of steps how many processes there are.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
@@ -89,6 +91,8 @@ class RunState:
         self.any_gradient: Callable[[], bool] = bool
         self.lender: Any = None
         self.shows_memory = False
+        self.is_one_process = False
+        self.counted_processes: str | None = None
         self._outer: RunState | None = None
         self._ended = False
 
@@ -154,12 +158,18 @@ class RunState:
         RunState.current = RunState.current._open()
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Within, it is the current one, whichever run has begun since."""
+    def entered(self, one_process: bool = False) -> Iterator[None]:
+        """Within, it is the current one, whichever run has begun since.
+
+        Args:
+            one_process: whether a step, or a trial of one, runs within that all ranks share, as the batch.
+        """
         before, RunState.current = RunState.current, self
+        was, self.is_one_process = self.is_one_process, one_process
         try:
             yield
         finally:
+            self.is_one_process = was
             RunState.current = before._open()
 
     def _open(self) -> RunState:

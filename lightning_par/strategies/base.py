@@ -78,7 +78,8 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
                 self.model, self._synced_batch_norm = synced, True
             if self.groups.replica.size > 1:
                 summarize_whole(trainer.callbacks, trainer, self.lightning_module, self.namespace)
-        self._shard_model(trainer)
+        with self._state.entered(self.groups.are_one_replica):  # for trials of its steps
+            self._shard_model(trainer)
         self._materialise(self.model)
         self._close_gradients()
         if fitting:
@@ -101,6 +102,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         assert self.lightning_module is not None
         self._state.end()  # of a run that was not torn down
         self._state = RunState()
+        self._state.counted_processes = RunState.current.counted_processes  # in hooks that ran before
         self._state.begin()
         wanted = self.wanted()
         self._state.streams.whole = wanted.draws == "one_device"

@@ -6,6 +6,7 @@ them: `lightning_par.sharded.patches.installed`.
     autograd_functions: `torch.autograd.Function.apply`
     checkpointing: `torch.utils.checkpoint.checkpoint`
     transforms: ``torch.vmap``, those of `torch.func`, and flex attention
+    collectives: those of `torch.distributed`, in steps
     generator_states: `torch.get_rng_state` and `torch.cuda.get_rng_state`
     tensor_data: ``x.data = value``
     subclasses: ``x.as_subclass(kind)``
@@ -95,6 +96,12 @@ def _for_streams() -> Iterable[Patch]:
     return generator_states.patches()
 
 
+def _for_collectives() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import collectives
+
+    return collectives.patches()
+
+
 def _for_sync_advice() -> Iterable[Patch]:
     from lightning_par.sharded.patches.advice import SYNC, Advice
 
@@ -131,6 +138,9 @@ UNFINISHED = Patches(_for_unfinished_gradients)
 STREAMS = Patches(_for_streams)
 """For layers that are run without streams of random numbers, as long as they draw none."""
 
+COLLECTIVES = Patches(_for_collectives)
+"""For runs whose ranks share one model."""
+
 SYNC_ADVICE = Patches(_for_sync_advice)
 """For runs with one replica."""
 
@@ -166,6 +176,7 @@ def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
         NODES,
         UNFINISHED,
         STREAMS,
+        COLLECTIVES,
         SYNC_ADVICE,
         RESUME_ADVICE,
         WORKER_SIGNALS,
