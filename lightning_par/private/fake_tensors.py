@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_par.private import recurrent_kernels
 
@@ -109,10 +110,13 @@ def copyable_fakes() -> Iterator[None]:
     ``torch.tensor(0.0)`` does: it copies the real tensor that it keeps, too, in a mode that makes no real ones."""
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
+        if has_torch_function((self,)):  # a mode is on, which is told of torch's own way, too
+            return handle_torch_function(copied, (self,), self, memo)
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]
 
+    copied.__name__ = "__deepcopy__"
     FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign]
     try:
         yield

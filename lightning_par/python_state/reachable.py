@@ -39,7 +39,10 @@ _ANY_NAME = frozenset("getattr setattr delattr vars eval exec globals attrgetter
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
                 nn.InstanceNorm3d)  # fmt: skip
 _BUILTINS = frozenset(vars(builtins))
-_MODULES = "The step assigns modules or parameters: {places}. Make them in __init__."
+_MODULES = (
+    "The step assigns modules or parameters: {places}. Make them in __init__, and write into them. Of a weight keep a "
+    "copy: `p.detach().clone()`."
+)
 
 
 class Reach:

@@ -65,8 +65,7 @@ class UnitHoldings:
         """The run has ended.
 
         Raises:
-            UnitError: its own code has replaced a buffer.
-            TypeError: or a weight, or a module.
+            UnitError: its own code has replaced a buffer, a weight or a module.
         """
         for path, held in self._held.items():
             for holding in held:
@@ -101,8 +100,15 @@ class _Holding:
 
 
 def _refuse(place: str, unit: str, name: str, kind: str) -> None:
-    if kind != BUFFERS:
-        raise TypeError(f"{place}the step assigns the {_KINDS[kind]} {name!r}. Make it in __init__.")
+    if kind == PARAMETERS:
+        raise UnitError(
+            f"{place}the step assigns the parameter {name!r}, as by `=` or load_state_dict(assign=True). Other stages "
+            "of the pipeline go on with the one that was there. Make it in __init__, and write into it: by "
+            "`p.copy_(value)` under torch.no_grad(), or by load_state_dict without `assign`.",
+            None,  # no matter what of the unit is taken by itself
+        )
+    if kind == MODULES:
+        raise UnitError(f"{place}the step assigns the module {name!r}. Make it in __init__.", None)
     raise UnitError(
         f"{place}the step replaces the buffer {name!r}. Other stages of the pipeline don't have it. Assign it in the "
         "forward of the module that it belongs to, or in on_train_batch_end, where all ranks see all buffers, or use "

@@ -17,7 +17,7 @@ from lightning_par.pipeline.effects.listening import Listening
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
 from lightning_par.pipeline.effects.watched_state import WatchedState
-from lightning_par.python_state.changes import Change, stored_by
+from lightning_par.python_state.changes import stored_by
 from lightning_par.python_state.locked_arrays import reading, too_large
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.snapshot import Snapshot
@@ -119,7 +119,7 @@ class Watch(WatchedState):
             with reading([name for x in held for name in x.locked()]):
                 yield refused
             if keep:
-                self.made = _made([x.changes() for x in held])
+                self.made = _made(held)
             if effects is not None:
                 effects.note(state)
                 if given is not None and whole:
@@ -143,9 +143,10 @@ class Watch(WatchedState):
         super().settle(changed)
 
 
-def _made(changes: Iterable[dict[str, Change]]) -> dict[tuple[str, Any], Any]:
-    """What was stored anew, by the name of the object that holds it and where in it."""
+def _made(held: Iterable[Snapshot]) -> dict[tuple[str, Any], Any]:
+    """What was stored anew, by the name of the object that holds it and where in it; not what may not be."""
     found: dict[tuple[str, Any], Any] = {}
-    for name, change in ((name, change) for each in changes for name, change in each.items()):
-        found.update(((name, key), value) for key, value in stored_by(change).items())
+    for state, name, change in ((x, name, change) for x in held for name, change in x.changes().items()):
+        if state.cells[name].fixed is None:
+            found.update(((name, key), value) for key, value in stored_by(change).items())
     return found

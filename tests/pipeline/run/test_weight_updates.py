@@ -184,6 +184,11 @@ def test_what_one_stage_alone_would_do_with_weights_is_refused(kind: type[Pair],
         pool.run(2, _fit_plainly, kind)
 
 
+def test_a_dry_run_refuses_a_deep_copy_as_a_run_does() -> None:
+    with pytest.raises(NotImplementedError, match="makes a deep copy of 'net.0.0.weight'"):
+        dry_run(lambda: Copies(""), BATCHES[:4], PIPELINE, devices=2, precision="64-true")
+
+
 class Refused(Pair):
     """Each update comes between two uses of what it writes into, or of what stands for it."""
 
