@@ -50,6 +50,7 @@ class RunState:
         whereabouts: what this rank has come to, for others to see.
         gathers: how often a function without a rule gathered its arguments, by (function, file:line).
         reads: brings weights that user code reads between steps; see `lightning_par.checkpoint.weight_reads`.
+        copies_of_model: the ranks that train on other batches; None outside of any run.
         files: where what becomes whole for good goes to; see `lightning_par.mesh.host_files`.
         torn: why a hook on a node of autograd's graph would not meet what it does on one device, whichever node.
         hooks_alone: whether a backward runs whose hooks this rank of a pipeline alone runs.
@@ -85,6 +86,7 @@ class RunState:
         self.copies: dict[int, tuple[Any, list[Any]]] = {}
         self.gathers: Counter[tuple[str, str]] = Counter()
         self.reads: WeightReads | None = None
+        self.copies_of_model: Axis | None = None
         self.files: HostFiles | None = None
         self.torn: str | None = None
         self.hooks_alone = False

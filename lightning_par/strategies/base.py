@@ -39,7 +39,6 @@ from lightning_par.sharded.whole_arguments import hand_metrics_whole_tensors
 from lightning_par.strategies import end_of_run
 from lightning_par.strategies.building import BuildingMixin
 from lightning_par.strategies.initial_weights import equalize
-from lightning_par.strategies.logging import gather_metrics_over, restore_metrics
 from lightning_par.strategies.parts import Parts, make_parts
 from lightning_par.strategies.preempting import PreemptingMixin
 from lightning_par.strategies.saving import SavingMixin
@@ -104,6 +103,8 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         self._state = RunState()
         self._state.counted_processes = RunState.current.counted_processes  # in hooks that ran before
         self._state.begin()
+        self._state.copies_of_model = self.groups.data
+        patches.METRICS.hold(self)
         wanted = self.wanted()
         self._state.streams.whole = wanted.draws == "one_device"
         self.parts = make_parts(self.groups, wanted, self.compiler)
@@ -226,10 +227,8 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         self.model.to(self.root_device)
 
     def _share_metrics(self) -> None:
-        if self.lightning_module is not None:
-            gather_metrics_over(self.groups.data, self.lightning_module)
-            if self.groups.split:
-                hand_metrics_whole_tensors(self.lightning_module)
+        if self.lightning_module is not None and self.groups.split:
+            hand_metrics_whole_tensors(self.lightning_module)
 
     # Metrics may be made in a hook that runs after `setup`.
 
@@ -282,7 +281,6 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         for kind in (patches.experiments, patches.replica_counts):
             kind(self.namespace).release(self)
         if module is not None:
-            restore_metrics(module)
             trainer: Any = trainer_of(module)
             if trainer is not None:
                 restore_writers(trainer.callbacks)

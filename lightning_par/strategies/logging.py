@@ -1,17 +1,11 @@
-"""Logged values and metrics: reduced over the data axis, not over the ranks that share one replica.
-
-Lightning names no group to torchmetrics, which then gathers over all ranks and counts each sample once a rank.
-"""
+"""Logged values: reduced over the data axis, not over the ranks that share one replica."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
+from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 
@@ -54,33 +48,3 @@ def _op_name(op: Any) -> str:
     if name.lower() not in _VERBS:
         raise ValueError(f"reduce_op={op!r} is not supported; write one of {', '.join(map(repr, _VERBS))}.")
     return name.lower()
-
-
-class _GatherOver:
-    """Gathers over one axis. Copies of a metric share it; a pickled metric has torchmetrics' own default again."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
-        return [result] if self.axis.size == 1 else gather_all_tensors(result, group=self.axis.group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
-        return self  # a process group can't be copied
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return type(None), ()
-
-
-def gather_metrics_over(axis: Axis, module: nn.Module) -> None:
-    """Let every metric in ``module`` that has no group of the user's own gather over ``axis``. May be called again."""
-    for metric in module.modules():
-        if isinstance(metric, Metric) and metric.dist_sync_fn is None and metric.process_group is None:
-            metric.dist_sync_fn = _GatherOver(axis)
-
-
-def restore_metrics(module: nn.Module) -> None:
-    """Undo `gather_metrics_over`."""
-    for metric in module.modules():
-        if isinstance(metric, Metric) and isinstance(metric.dist_sync_fn, _GatherOver):
-            metric.dist_sync_fn = None

@@ -19,6 +19,7 @@ them: `lightning_par.sharded.patches.installed`.
     graph_nodes: ``x.grad_fn``
     kept_weights: ``nn.Module.register_parameter``
     device_counts: `Trainer.num_devices`
+    metric_sync: ``torchmetrics.Metric.sync``
     dummy_experiments: what Lightning gives ranks that log nothing
     advice: warnings of Lightning's
     worker_signals: what workers of a ``DataLoader`` do about SIGTERM
@@ -114,6 +115,12 @@ def _for_resume_advice() -> Iterable[Patch]:
     return (Advice(RESUMABLE_LOADER),)
 
 
+def _for_metrics() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import metric_sync
+
+    return (metric_sync.patch(),)
+
+
 def _for_workers() -> Iterable[Patch]:
     from lightning_par.sharded.patches import worker_signals
 
@@ -147,6 +154,9 @@ SYNC_ADVICE = Patches(_for_sync_advice)
 RESUME_ADVICE = Patches(_for_resume_advice)
 """For runs that are resumed within an epoch."""
 
+METRICS = Patches(_for_metrics)
+"""For runs with processes that are no copies of the model."""
+
 WORKER_SIGNALS = Patches(_for_workers)
 """For runs that end in good order when all processes of a job are told to."""
 
@@ -179,6 +189,7 @@ def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
         COLLECTIVES,
         SYNC_ADVICE,
         RESUME_ADVICE,
+        METRICS,
         WORKER_SIGNALS,
         experiments(namespace),
         replica_counts(namespace),
