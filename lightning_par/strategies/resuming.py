@@ -176,11 +176,10 @@ class ResumingMixin(RanksMixin):
         """Why this run can't accumulate over another number of batches than it says."""
         trainer: Any = self._trainer
         assert self.lightning_module is not None
-        scheduler = self.namespace.from_pytorch("callbacks", "GradientAccumulationScheduler")
         keep = "Resume with as many replicas as before."
         if not self.lightning_module.automatic_optimization:
             return f"Over how many batches it accumulates is up to its training_step (manual optimization). {keep}"
-        if any(isinstance(callback, scheduler) for callback in trainer.callbacks):
+        if self._accumulation_schedulers():
             return f"Over how many batches it accumulates is up to its GradientAccumulationScheduler. {keep}"
         if trainer.overfit_batches:
             return f"overfit_batches={trainer.overfit_batches} makes loaders of its own. {keep}"
@@ -215,8 +214,21 @@ class ResumingMixin(RanksMixin):
         elif self._after_batch:
             go_on_after_batch(self._trainer)
         self._begins_epoch = self._after_batch = False
+        self._accumulate_by_epoch()
         if self._position is not None and self._position.resumed is not None:  # hooks have drawn meanwhile
             put_back(self._position.resumed.now, self._position.found)
+
+    def _accumulate_by_epoch(self) -> None:
+        """Within an epoch Lightning calls no hook of the epoch's start, in which a scheduler would say this."""
+        trainer: Any = self._trainer
+        if self._position is None or self._position.resumed is None or not self._position.resumed.batches:
+            return
+        for scheduler in self._accumulation_schedulers():
+            trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+
+    def _accumulation_schedulers(self) -> list[Any]:
+        kind = self.namespace.from_pytorch("callbacks", "GradientAccumulationScheduler")
+        return [callback for callback in self._trainer.callbacks if isinstance(callback, kind)]
 
     def _batches_done(self, resumed: Resumed) -> int:
         loop = self._trainer.fit_loop

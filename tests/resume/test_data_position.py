@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
@@ -110,14 +110,18 @@ def loader(kind: str) -> Any:
 
 
 def fit(
-    folder: Path, kind: str, accumulate: int, sizes: dict[str, int], path: Path | None, saves: bool
+    folder: Path, kind: str, accumulate: int | dict[int, int], sizes: dict[str, int], path: Path | None, saves: bool
 ) -> tuple[list[tuple[int, float]], list[Tensor], Any]:
     """Losses by batch, and weights at the end."""
     with quiet():
         L.seed_everything(7, verbose=False)
         model, data = Net(), loader(kind)
         options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-        callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)] if saves else []
+        callbacks: list[L.Callback] = []
+        callbacks += [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)] if saves else []
+        if isinstance(accumulate, dict):
+            callbacks.append(GradientAccumulationScheduler(dict(accumulate)))
+            accumulate = 1
         options |= dict(max_epochs=3, accumulate_grad_batches=accumulate, enable_checkpointing=saves)
         trainer = Trainer(
             strategy=HybridParallelStrategy(**sizes), accelerator="cpu", devices=max(sizes.values(), default=1),
@@ -127,7 +131,9 @@ def fit(
         return model.losses, [x.detach().clone() for x in model.parameters()], getattr(data, "asked", None)
 
 
-def _resumes(folder: Path, kind: str, accumulate: int, sizes: dict[str, int], which: list[int]) -> None:
+def _resumes(
+    folder: Path, kind: str, accumulate: int | dict[int, int], sizes: dict[str, int], which: list[int]
+) -> None:
     losses, weights, _ = fit(folder, kind, accumulate, sizes, None, saves=True)
     assert len({batch for batch, _ in losses}) == -(-ROWS // (BATCH * sizes.get("data_parallel_size", 1)))
     for step in which:
@@ -213,6 +219,10 @@ def test_a_run_resumes_within_an_epoch(kind: str, accumulate: int, pool: Pool, t
 @pytest.mark.parametrize("axis", ["data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"])
 def test_ranks_resume_within_an_epoch(axis: str, kind: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _resumes, tmp_path, kind, 2, {axis: 2}, [2, 5])
+
+
+def test_a_schedule_of_accumulation_goes_on_within_an_epoch(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, _resumes, tmp_path, "augmented", {0: 1, 1: 4, 2: 3}, {}, [12])
 
 
 def _within_a_step(folder: Path) -> None:
