@@ -117,6 +117,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         self._make_left_parts_whole(self.lightning_module, trainer.callbacks)
         self._run, self._met_after_exception, self._evaluated = number_of(self.groups.world, "run"), False, 0
         self._state.whereabouts.run = self._run
+        self._saves = Meeting(self.groups.world, self.timeout, "saves", "the run is")
         self._starting = True
         patches.WORKER_SIGNALS.hold(self)
 

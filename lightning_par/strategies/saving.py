@@ -23,6 +23,7 @@ from lightning_par.checkpoint.modules import with_modules_apart, with_modules_wh
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.checkpoint.state_dicts import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
+from lightning_par.mesh.handshake import STEP, Meeting
 from lightning_par.optim.optimizers import adopt
 from lightning_par.optim.unregistered import refuse_unregistered
 from lightning_par.pipeline.between_steps.gather_states import whole_where_held
@@ -34,6 +35,7 @@ from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies.rank_numbers import Count
 from lightning_par.strategies.resuming import ResumingMixin
 
+_ON_ALL = "Call `trainer.save_checkpoint(path)` on all of them, outside of `if trainer.is_global_zero`."
 Distributed = bool | Literal["async"]
 """Whether a checkpoint is a directory to which each rank writes, and whether training goes on meanwhile."""
 
@@ -52,6 +54,7 @@ class SavingMixin(ResumingMixin):
     """Weights and optimizer states: in parts while a run goes on, whole where they are saved."""
 
     _inventory: tuple[FrameType, Inventory] | None = None  # of the Trainer.save_checkpoint that runs
+    _saves: Meeting | None = None  # of a run
     _starting = False  # whether a run is being set up
     save_distributed_checkpoint: Distributed = False
     """Whether `save_checkpoint` makes a directory to which each rank writes."""
@@ -82,11 +85,19 @@ class SavingMixin(ResumingMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights as one device writes them."""
         self._meet_after_exception()
+        self._meet_to_save()
         stages = self.parts.of(StagesPart)
         if stages is not None:
             stages.agree_on_buffers()
         weights = super().lightning_module_state_dict()
         return self._gathered(weights, lambda inventory: model_state(weights, inventory))
+
+    def _meet_to_save(self) -> None:
+        """Within a run all ranks come to a save, whose first step this is, or an error says who does not."""
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        running = trainer is not None and trainer.state.status.value == "running"
+        if running and self._saves is not None and self._running_save() is not None:
+            self._saves.at_any_time("came to save a checkpoint", _ON_ALL, patience=STEP)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device writes it."""

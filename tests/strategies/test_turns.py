@@ -90,6 +90,24 @@ def test_a_rank_that_failed_is_not_waited_for(pool: Pool) -> None:
     assert ", and ended with ValueError. Training runs over ranks 0, 1" in report
 
 
+class SavesAlone(Callback):
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/alone.ckpt")
+
+
+def _saved() -> None:
+    trainer([SavesAlone()], must_split=False, max_epochs=2).fit(Net(), data())
+
+
+def test_a_rank_that_saves_alone_names_the_others(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, _saved, until=0)
+    report = failed.value.reports[0]
+    assert "Rank 0 came to save a checkpoint, and waits in vain for rank 1: rank 1 came to the next batch" in report
+    assert "Call `trainer.save_checkpoint(path)` on all of them" in report
+
+
 class StopsByLoss(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
