@@ -71,6 +71,12 @@ def begin_anew(optimizer: Optimizer) -> None:
         adopted.begin()
 
 
+def may_go_by_loss(optimizer: Optimizer) -> bool:
+    """Whether steps of an adopted ``optimizer`` may look at the loss that their closure returns."""
+    adopted = vars(optimizer).get("_lightning_par")
+    return adopted is None or not adopted.is_by_parameter
+
+
 class _Adopted:
     """What this package does for one optimizer."""
 
@@ -79,7 +85,7 @@ class _Adopted:
         self.stages: StagePlaces | None = None
         self._plain: Call = optimizer.step
         self._by_element = runs_torchs_step(optimizer, optimizer.step, BY_ELEMENT)
-        self._by_parameter = runs_torchs_step(optimizer, optimizer.step, BY_PARAMETER)
+        self.is_by_parameter = runs_torchs_step(optimizer, optimizer.step, BY_PARAMETER)
         self._can_be_followed: bool | None = None  # not known before the first step
         self._within = False  # a step, and not its closure
         self._away = StatesAway()
@@ -129,7 +135,7 @@ class _Adopted:
     def _way(self, outer: Following | None) -> Callable[[Any, dict[str, Any]], Any] | None:
         """How to step; None for as it is."""
         hooked = has_step_hooks(self.optimizer)
-        if self.stages is not None and (hooked or outer is not None or not self._by_parameter):
+        if self.stages is not None and (hooked or outer is not None or not self.is_by_parameter):
             return self._plainly if outer else self._on_stages
         if self.stages is not None:
             self._away = StatesAway()

@@ -12,6 +12,8 @@ from torch import Tensor
 from lightning_par.fsdp.part import StoragePart
 from lightning_par.mesh.batch_broadcast import broadcast_batch
 from lightning_par.optim.gradients_ahead import Ahead
+from lightning_par.optim.optimizers import may_go_by_loss
+from lightning_par.optim.replica_losses import averaged
 from lightning_par.optim.shared_memory import Rivals, gradients_written, look_at_gradients
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.python_state import generators
@@ -57,9 +59,11 @@ class StepsMixin(RanksMixin):
         with self._step("backward"):
             return super().backward(*args, **kwargs)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.groups.data.size > 1 and may_go_by_loss(optimizer):
+            closure = averaged(closure, self.groups.data)
         with self._step("optimizer_step"):
-            return super().optimizer_step(*args, **kwargs)
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
