@@ -24,6 +24,7 @@ from lightning_par.planner.recording.build import build_module, build_with_value
 from lightning_par.planner.recording.by_hand import optimizes_by_hand, refuse_of_trainer
 from lightning_par.planner.recording.given_batch import Given
 from lightning_par.planner.recording.held_values import record_with_held
+from lightning_par.planner.recording.islands import with_islands_apart
 from lightning_par.planner.recording.make_profile import make_profile
 from lightning_par.planner.recording.optimizer_state import optimizer_state
 from lightning_par.planner.recording.profile import Profile
@@ -34,10 +35,9 @@ from lightning_par.planner.replay.replay import replay
 from lightning_par.planner.replay.replay_run import Place, StageReplay
 from lightning_par.planner.replay.storage import Storage
 from lightning_par.planner.times.local_work import Recompute
-from lightning_par.planner.unknowns import unknowns
+from lightning_par.planner.unknowns import unknowns, weights_alone
 from lightning_par.private.pytree import tree_map
-from lightning_par.strategies.startup_table import bytes_text
-from lightning_par.tensor.plan import Dealt, deal
+from lightning_par.tensor.plan import deal
 
 
 class Planner:
@@ -94,15 +94,10 @@ class Planner:
         try:
             built, self.step = record_with_held(built, with_values, recorded)
         except ValueError as error:
-            raise ValueError(f"{error} {self._weights(built)}") from error
+            raise ValueError(f"{error} {weights_alone(built, self.precision, self.optimizer)}") from error
         seen = None if self.step.reads else self.step.survey  # by guesses a trial may go another way
         self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), seen)
-        # Islands that go from layer to layer, as in an MLP of layers with one product each, are not alike in all.
-        dealt = deal(self.step.folded, 2)
-        hands_on = self.step.hands_on(dealt.search.values.keys())
-        self._dealt: dict[int, Dealt] = {} if hands_on else {2: dealt}
-        if hands_on:
-            self.step = self.step.unfolded()
+        self.step, self._dealt = with_islands_apart(self.step)
         tokens = count_tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         calls = tuple(call.path for call in self.step.calls)
@@ -149,18 +144,6 @@ class Planner:
             self.tree.module, self.batch, self.machine, precision, self.recompute, self.fused, self.clip,
             self.asynchronous,
         )  # fmt: skip
-
-    def _weights(self, module: nn.Module) -> str:
-        """What can be said without the step."""
-        numel = sum(x.numel() for x in module.parameters())
-        trained = {name: x.numel() for name, x in module.named_parameters() if x.requires_grad}
-        p, o = self.precision, self.optimizer
-        states = sum(size * o.others.get(name, o.most).by_element for name, size in trained.items())
-        held = numel * (p.weights + p.copy) + sum(trained.values()) * p.gradients + states * p.weights / 4
-        return (
-            f"What can be said without it: {numel:,} parameters, whose weights, gradients and optimizer states take "
-            f"{bytes_text(held)} on one device, and a share of that where data_parallel='fsdp' stores them in parts."
-        )
 
     def step_of(self, micro: float) -> RecordedStep:
         """The step on the first ``micro`` samples of the batch."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from lightning_par.planner.messages.clipped import clips_itself
+from lightning_par.strategies.startup_table import bytes_text
 
 if TYPE_CHECKING:
+    from lightning_par.planner.machine.precisions import Precision
     from lightning_par.planner.planner import Planner
+    from lightning_par.planner.recording.optimizer_state import OptimizerState
 
 
 def unknowns(planner: Planner) -> list[str]:
@@ -37,3 +42,16 @@ def unknowns(planner: Planner) -> list[str]:
         if unknown:
             found.append(f"not known: whether a run would refuse a pipeline, or to cut its batch: {unknown}")
     return found
+
+
+def weights_alone(module: nn.Module, precision: Precision, optimizer: OptimizerState) -> str:
+    """What can be said of a module whose step can't be recorded."""
+    numel = sum(x.numel() for x in module.parameters())
+    trained = {name: x.numel() for name, x in module.named_parameters() if x.requires_grad}
+    p, o = precision, optimizer
+    states = sum(size * o.others.get(name, o.most).by_element for name, size in trained.items())
+    held = numel * (p.weights + p.copy) + sum(trained.values()) * p.gradients + states * p.weights / 4
+    return (
+        f"What can be said without it: {numel:,} parameters, whose weights, gradients and optimizer states take "
+        f"{bytes_text(held)} on one device, and a share of that where data_parallel='fsdp' stores them in parts."
+    )
