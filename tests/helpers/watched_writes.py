@@ -21,6 +21,7 @@ class _Told(io.RawIOBase):
     def __init__(self, raw: Any, told: Callable[[int], None]) -> None:
         self.raw, self.told = raw, told
         self.seek, self.tell, self.fileno = raw.seek, raw.tell, raw.fileno  # type: ignore[method-assign]
+        self.truncate, self.readable, self.readinto = raw.truncate, raw.readable, raw.readinto  # type: ignore[method-assign]
 
     def writable(self) -> bool:
         return True
@@ -48,7 +49,8 @@ def told_of_writes(folder: str | Path, told: Callable[[int], None]) -> Iterator[
             return plain(file, mode, buffering, *args, **kwargs)
         raw: Any = plain(file, mode, 0, *args, **kwargs)
         name = f"/proc/self/fd/{raw.fileno()}" if isinstance(raw.name, int) else os.fsdecode(raw.name)
-        return io.BufferedWriter(_Told(raw, told) if os.path.realpath(name).startswith(start) else raw)
+        buffered = io.BufferedRandom if "+" in mode else io.BufferedWriter
+        return buffered(_Told(raw, told) if os.path.realpath(name).startswith(start) else raw)
 
     with mock.patch.object(builtins, "open", opened), mock.patch.object(io, "open", opened):
         yield
