@@ -39,6 +39,11 @@ def mode_of(combined_loader: Any) -> str:
     return combined_loader._mode
 
 
+def iterators_of(combined_loader: Any) -> list[Any]:
+    """Those from which an iterated ``CombinedLoader`` takes batches: of a loader that has begun anew, another."""
+    return [*combined_loader._iterator.iterators]
+
+
 def note_fetched(iterator: Any, batch: Any) -> None:
     """Let hooks be given ``batch``, which a step fetched of Lightning's ``dataloader_iter``, after that step; the loops
     look for it where the iterator left its own."""

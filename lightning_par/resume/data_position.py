@@ -16,7 +16,7 @@ from lightning_par.checkpoint import generator_states
 from lightning_par.python_state import generators
 
 State = dict[str, Any]
-KEPT = ("now", "began", "first", "loaders", "loaders_began")
+KEPT = ("now", "began", "first", "restarts", "loaders", "loaders_began")
 """What a checkpoint has of a position, by the names of `Resumed`."""
 
 
@@ -63,6 +63,8 @@ class Resumed:
         now: the generators when it was written.
         began: the generators when the epoch's iterator was made.
         first: the generators when its first batch was asked for; None as long as it was not.
+        restarts: by the number of a batch for which one of several loaders began anew, as a shorter one does, the
+            generators before it was fetched: it draws another order then.
         loaders: states of those loaders that have one.
         loaders_began: the same when the epoch's iterator was made.
     """
@@ -71,6 +73,7 @@ class Resumed:
     now: State
     began: State | None
     first: State | None
+    restarts: dict[int, State] = field(default_factory=dict)
     loaders: list[Any] = field(default_factory=list)
     loaders_began: list[Any] = field(default_factory=list)
 
@@ -87,7 +90,8 @@ class DataPosition:
         resumed: what is to be gone on from, until it was.
         found: the loaders' own generators.
         stateful: the loaders that have a state.
-        began, first, loaders_began: as of `Resumed`, of the epoch that runs.
+        began, first, restarts, loaders_began: as of `Resumed`, of the epoch that runs.
+        fetched: how many batches of it.
         step: the generators before the first batch of the optimizer step that is under way; kept where a step has
             several batches, whose gradients no checkpoint holds.
         validation: the generators before the last validation that was begun.
@@ -100,6 +104,8 @@ class DataPosition:
         self.loaders_began: list[Any] = []
         self.began: State | None = None
         self.first: State | None = None
+        self.restarts: dict[int, State] = {}
+        self.fetched = 0
         self.step: GeneratorStates | None = None
         self.validation: GeneratorStates | None = None
 
@@ -129,6 +135,7 @@ class DataPosition:
             "now": now.saved(),
             "began": self.began,
             "first": self.first,
+            "restarts": self.restarts,
             "loaders": self.states(),
             "loaders_began": self.loaders_began,
         }

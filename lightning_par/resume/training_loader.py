@@ -6,14 +6,14 @@ A ``CombinedLoader`` is what Lightning makes of all that a user hands it; one th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_par.checkpoint import generator_states
-from lightning_par.private.loaders import is_stateful, without_states
+from lightning_par.private.loaders import is_stateful, iterators_of, without_states
 from lightning_par.python_state import generators
-from lightning_par.resume.data_position import DataPosition, Resumed, own_generators, put_back
+from lightning_par.resume.data_position import DataPosition, Resumed, State, own_generators, put_back
 from lightning_par.strategies.namespace import Namespace
 
 _OURS = ("watch", "fresh", "given", "stateful", "begun", "early")
@@ -107,6 +107,7 @@ class TrainingLoader:
         position = self.watch.position
         for each, state in zip(position.stateful, states):
             each.load_state_dict(state)
+        position.restarts, position.fetched = {}, 0
         position.loaders_began = position.states()
         super().__iter__()  # type: ignore[misc]
 
@@ -116,7 +117,18 @@ class TrainingLoader:
             self._first()
         if self.watch.begins_step():
             self.watch.position.step = self.watch.position.standing()
-        return super().__next__()  # type: ignore[misc]
+        return self._next()
+
+    def _next(self) -> Any:
+        """The next batch; it is noted where one of several loaders begins anew for it."""
+        position, several = self.watch.position, len(self.flattened) > 1
+        before, standing = (iterators_of(self), position.standing()) if several else ([], None)
+        batch = super().__next__()  # type: ignore[misc]
+        after = iterators_of(self) if several else []
+        if standing is not None and any(a is not b for a, b in zip(before, after)):
+            position.restarts[position.fetched] = standing.saved()
+        position.fetched += 1
+        return batch
 
     def _first(self) -> None:
         self.watch.agree()
@@ -139,7 +151,7 @@ class TrainingLoader:
             position.first = resumed.first
             put_back(resumed.first, position.found)
             if not self.stateful:
-                self._skip(batches)
+                self._skip(batches, resumed.restarts)
 
     def _begin_again(self, resumed: Resumed) -> None:
         """Make the iterator as that of the epoch was made, and leave the generators where they stood then."""
@@ -150,10 +162,12 @@ class TrainingLoader:
         position.began, position.loaders_began = resumed.began, resumed.loaders_began
         put_back(resumed.now, position.found)
 
-    def _skip(self, batches: int) -> None:
+    def _skip(self, batches: int, restarts: Mapping[int, State]) -> None:
         for i in range(batches):
+            if i in restarts:
+                put_back(restarts[i], self.watch.position.found)
             try:
-                super().__next__()  # type: ignore[misc]
+                self._next()
             except StopIteration:
                 raise RuntimeError(
                     f"The checkpoint was written after {batches} batches of an epoch, and the training dataloader "

@@ -170,7 +170,7 @@ class ResumingMixin(RanksMixin):
         counts_on = by_steps and is_closed_within(loop)
         self._begins_epoch = batches == 0 and not loop[BATCHES]["is_last_batch"] and not counts_on
         if not batches or mine["began"] is not None and mine["first"] is not None:
-            self._position.resumed = Resumed(batches, **{name: mine[name] for name in KEPT})
+            self._position.resumed = Resumed(batches, **{name: mine[name] for name in KEPT if name in mine})
 
     def _hindrance(self) -> str | None:
         """Why this run can't accumulate over another number of batches than it says."""

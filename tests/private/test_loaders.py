@@ -16,6 +16,7 @@ from lightning_par.private.loaders import (
     attach_loader,
     data_source,
     is_stateful,
+    iterators_of,
     mode_of,
     note_fetched,
     processed,
@@ -51,6 +52,16 @@ def test_the_trainers_loops_tell_where_their_loaders_come_from(namespace: Namesp
 def test_a_combined_loader_tells_its_mode(namespace: Namespace) -> None:
     combined = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
     assert mode_of(combined([[1], [2]], "max_size")) == "max_size"
+
+
+@both
+def test_a_loader_that_begins_anew_has_another_iterator(namespace: Namespace) -> None:
+    combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
+    loader = iter(combined_loader([DataLoader(range(3)), DataLoader(range(1))], "max_size_cycle"))  # type: ignore[arg-type]
+    next(loader)
+    first, second = iterators_of(loader)
+    next(loader)
+    assert iterators_of(loader)[0] is first and iterators_of(loader)[1] is not second
 
 
 @both
