@@ -59,6 +59,9 @@ class KnownValues(TorchDispatchMode):
         shown: list[Tensor] = [x for x in given if isinstance(x, Weight) and not isinstance(x, FakeTensor)]
         if shown:
             return self._of_plain(func, args, kwargs, shown)
+        if isinstance(func, Operator) and given and all(map(_is_on_meta, given)):
+            with unset_fake_temporarily():  # a fake of one would be of memory of its own
+                return func(*args, **kwargs)
         if isinstance(func, Operator) and _have_values(given):
             if not stays_small(func, args, kwargs, given):
                 return on_fakes(func, args, kwargs)
@@ -102,6 +105,10 @@ def _steps_optimizer(frame: types.FrameType | None) -> bool:
             return name in _STEPS
         frame = frame.f_back
     return False
+
+
+def _is_on_meta(x: Tensor) -> bool:
+    return x.is_meta and type(x) in (Tensor, nn.Parameter)
 
 
 def _have_values(given: list[Tensor]) -> bool:

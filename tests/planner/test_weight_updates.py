@@ -9,7 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_par import dry_run, plan
 from lightning_par.planner.recording.updates import WeightCall, WeightMessage, messages_of
@@ -55,6 +57,41 @@ class Copies(Twins):
             q.copy_(q * 0.9 + p * 0.1)
 
 
+class Normalizes(Twins):
+    """Makes values that do not go entry by entry."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for p, q in zip(self.net.parameters(), self.teacher.parameters()):
+            q.copy_(F.normalize(p, dim=0))
+
+
+class Mixes(Twins):
+    """Makes values of weights of several ranks, of which one goes to two places."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        first, last = self.net[0][0].weight, self.teacher[3][0].weight
+        mixed = first * 0.5 + last @ first
+        last.copy_(mixed.t())
+        self.teacher[0][0].weight.lerp_(mixed.clone(), 0.1)
+
+
+class Lists(Twins):
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_([*self.teacher.parameters()], [*self.net.parameters()], 0.1)
+
+
+class Averages(Twins):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
+
+    def update(self) -> None:
+        self.teacher.update_parameters(self.net)
+
+
 STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stages": STAGES,
@@ -64,7 +101,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "tensor_4": {"tensor_parallel_size": 4},
 }
-KINDS = [Twins, InPlace, Assigns, Copies]
+KINDS = [Twins, InPlace, Assigns, Copies, Normalizes, Mixes, Lists, Averages]
 ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
 
 

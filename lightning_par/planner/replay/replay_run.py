@@ -95,13 +95,14 @@ class ReplayRun:
         given: how the batch is given to ranks that share out tokens; None: they don't.
         holds: whether variables of the user's code hold values, as where one stage runs it as written.
         lengths: of tokens that earlier runs have met.
+        apart: events that are of no stage.
     """
 
     def __init__(
         self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, given: SequencePlan | None,
-        holds: bool = False, lengths: Collection[int] = (),
+        holds: bool = False, lengths: Collection[int] = (), apart: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self.step, self.place = step, place
+        self.step, self.place, self.apart = step, place, apart
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
         if place.sequence[0] > 1:
@@ -219,6 +220,8 @@ class ReplayRun:
         for number, event in enumerate(self.step.events[first:end], first):
             # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
             if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
+                continue
+            if number in self.apart:
                 continue
             args, kwargs = tree_map(self._value, (event.args, event.kwargs))
             asked = asks(event)

@@ -29,7 +29,7 @@ def foreach(func: Any, tensors: Any, *others: Any, **kwargs: Any) -> Any:
         return NotImplemented
     result = func([t._local if isinstance(t, ShardedTensor) else t for t in tensors], *others, **kwargs)
     if in_place:
-        return result
+        return result if result is None else tensors  # as torch does
     return tuple(t.with_local(r) if isinstance(t, ShardedTensor) else r for t, r in zip(tensors, result))
 
 
