@@ -59,7 +59,7 @@ class KnownValues(TorchDispatchMode):
         shown: list[Tensor] = [x for x in given if isinstance(x, Weight) and not isinstance(x, FakeTensor)]
         if shown:
             return self._of_plain(func, args, kwargs, shown)
-        if isinstance(func, Operator) and given and all(map(_is_on_meta, given)):
+        if isinstance(func, Operator) and self._are_others(given):
             with unset_fake_temporarily():  # a fake of one would be of memory of its own
                 return func(*args, **kwargs)
         if isinstance(func, Operator) and _have_values(given):
@@ -73,6 +73,11 @@ class KnownValues(TorchDispatchMode):
         for x in _written(func, args, kwargs, given):
             forget(x)
         return result
+
+    def _are_others(self, given: list[Tensor]) -> bool:
+        """Whether another mode's fakes are ``given``, as in a trial of a step, or tensors that have no values anyway."""
+        other = any(isinstance(x, FakeTensor) and x.fake_mode is not self.mode for x in given)
+        return other or bool(given) and all(map(_is_on_meta, given))
 
     def _of_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:

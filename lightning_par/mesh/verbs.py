@@ -182,7 +182,8 @@ class Verbs:
         """Overwrite the contiguous ``x`` with that of index ``source`` along the axis; returns it."""
         if self.size > 1:
             self._log("broadcast", purpose, x.numel(), x.numel() * x.element_size())
-            self._collective(dist.broadcast, x, src=self.ranks[source])
+            if not self.dry or source != self.rank:  # whose own values stay known
+                self._collective(dist.broadcast, x, src=self.ranks[source])
         return x
 
     def start_exchange(self, ops: Sequence[PeerOp]) -> list[dist.Work]:

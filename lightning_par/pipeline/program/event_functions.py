@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -44,7 +45,7 @@ def is_metadata(func: Any, name: str) -> bool:
         return getattr(func.__self__, "__name__", "") != "data"
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in VALUE_PROPERTIES
-    return name in _TOLD
+    return name in _TOLD or func is torch.ops.prim.device.default  # as C++ asks tensors whose class tells their device
 
 
 def most_casts(func: Any) -> int:

@@ -86,6 +86,12 @@ def updates_of(step: RecordedStep, outside: Callable[[int], bool]) -> tuple[Weig
             wanted.setdefault(maker, into)
     if any(number not in wanted and not wanted.keys().isdisjoint(taken) for number, taken in enumerate(makers)):
         return ()
+    taken = {maker for number in wanted for maker in makers[number]}
+    for number in range(len(step.events) - 1, -1, -1):
+        if wanted and number in calls and calls[number][0].of and number not in taken:
+            wanted.setdefault(number, None)  # a view that nothing takes, as `AveragedModel` makes
+        else:
+            taken.update(makers[number])
     return tuple(replace(call, wanted=wanted[number]) for number in sorted(wanted) for call in calls[number])
 
 
