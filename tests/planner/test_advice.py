@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_par.planner import plan
+from lightning_par.planner.layouts.pipelines import Pipelines
 from lightning_par.planner.layouts.search import MOST_OFF, OFF, _roughly
 from lightning_par.planner.machine.machines import PRESETS, machine_yaml, read_machine
 from lightning_par.planner.planner import Planner
@@ -62,7 +63,7 @@ def test_half_precision_is_named_where_it_would_do(tmp_path: Path) -> None:
 def test_formulas_are_as_far_off_as_is_taken(precision: str) -> None:
     machine, _ = read_machine("8xH100")
     planner = Planner(gpt, (TOKENS, TOKENS), machine, precision, fused=False)
-    rough = [*_roughly(planner, 8, 64, None, {})]
+    rough = [*_roughly(planner, 8, 64, None, Pipelines(), {})]
     for one in random.sample(rough, 16):
         exact = planner.price(one.candidate, 8)
         assert exact.peak / OFF <= one.peak <= exact.peak * MOST_OFF, one.candidate
