@@ -79,6 +79,8 @@ class Throughout(Callback):
         state = [leaf(x) for x in tensors_in([*trainer.optimizers[0].state.values()]) if not is_elsewhere(x)]
         self.own = sum(x.nbytes for x in weights) * 2 + sum(x.nbytes for x in state)  # gradients are like weights
         self.largest = max(x.numel() * x.element_size() for x in pl_module.parameters())
+        blocks = pl_module.get_submodule("model.model.layers").children()
+        self.block = max(sum(x.numel() * x.element_size() for x in block.parameters()) for block in blocks)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.enter("export")
@@ -93,7 +95,10 @@ def _run_ratios(folder: Path, layout: str) -> dict[str, float]:
         throughout = Throughout(folder / size)
         fit(Pretrained(partial(_load, folder / size), at_once=False), "hf_llama", LAYOUTS[layout], seeing=throughout)
         throughout.enter("")
-    return {phase: peak / (throughout.own + throughout.largest) for phase, peak in throughout.peaks.items()}
+    taken = throughout.own + throughout.largest
+    if layout == "fsdp2":  # three blocks are whole at once in backward, and the parts of one that travels
+        taken += 3.5 * throughout.block
+    return {phase: peak / taken for phase, peak in throughout.peaks.items()}
 
 
 def _read() -> int:

@@ -21,8 +21,8 @@ _MIXED: list[Layout] = [(0, 0, None), (1, 1, 0), (None, None, 0)]
 
 
 def _written(call: Any, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-    call(a, b, c)
-    return a, b, c
+    returned = call(a, b, c)  # what was written itself
+    return a, b, c, *(returned or ())
 
 
 def _both(name: str, label: str, call: Any, layouts: list[Layout] = _MIXED) -> list[Case]:
