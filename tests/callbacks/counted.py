@@ -26,7 +26,7 @@ STRATEGIES: dict[str, Any] = {
     "sequence": lambda: SequenceParallelStrategy(2),
     "placement": lambda: LayerPlacementStrategy({"embed": 0, "inner": 1, "head": 1}),
     "tensor-data": lambda: TensorParallelStrategy(2),  # on four ranks
-    "pipeline-tensor": lambda: HybridParallelStrategy(pipeline_parallel_size=2, tensor_parallel_size=2),
+    "pipeline-tensor": lambda: HybridParallelStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2),
     "pytorch_lightning": lambda: lightning_par.pl.TensorParallelStrategy(2),
 }
 REPLICAS = {"ddp": 2, "data": 2, "fsdp": 2, "tensor-data": 2}
