@@ -75,7 +75,7 @@ class KnownValues(TorchDispatchMode):
         return result
 
     def _are_others(self, given: list[Tensor]) -> bool:
-        """Whether another mode's fakes are ``given``, as in a trial of a step, or tensors that have no values anyway."""
+        """Whether another mode's fakes are ``given``, as in a trial of a step, or tensors that never have values."""
         other = any(isinstance(x, FakeTensor) and x.fake_mode is not self.mode for x in given)
         return other or bool(given) and all(map(_is_on_meta, given))
 

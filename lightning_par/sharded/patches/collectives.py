@@ -2,15 +2,18 @@
 
 ``dist.all_reduce(center); center /= dist.get_world_size()`` is what losses do that keep a mean over all batches, and
 others gather features as negatives. Ranks that share the model have the same batch: what they sum up or gather is
-there once. Calls of other code, and of groups of the user's own, are left alone, and so are those between steps.
+there once. Calls of other code, and of groups of the user's own, are left alone, and so are those between steps. The
+number of processes in the environment is that of `get_world_size()`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +31,8 @@ _LIBRARIES = frozenset(
 _HOME = "torch.distributed.distributed_c10d"
 _MARK = "_counts_replicas"
 _FOR_CALLERS = "torch.distributed.nn"  # differentiable ones, which user code calls
+_NUMBER = "WORLD_SIZE"  # in the environment
+_GETTERS = ("os", "_collections_abc")  # modules by which user code reads that
 
 
 def _keep(*args: Any, **kwargs: Any) -> None:
@@ -87,9 +92,11 @@ _ALONE: dict[str, Callable[..., None]] = {
 
 
 def patches() -> Iterable[Replacement]:
-    """Of the functions of `torch.distributed`."""
-    numbers = [Replacement(dist, "get_world_size", _world_size), Replacement(dist, "get_rank", _rank)]
-    return *numbers, *(Replacement(dist, name, _collective) for name in _ALONE)
+    """Of the functions of `torch.distributed`, and of the environment."""
+    yield Replacement(dist, "get_world_size", _world_size)
+    yield Replacement(dist, "get_rank", _rank)
+    yield Replacement(type(os.environ), "__getitem__", _environment)
+    yield from (Replacement(dist, name, _collective) for name in _ALONE)
 
 
 def _collective(plain: Any, use: Use) -> Any:
@@ -104,7 +111,7 @@ def _collective(plain: Any, use: Use) -> Any:
         if RunState.current.counted_processes is not None:
             raise ValueError(
                 f"{user_line()}: `{plain.__name__}` is called in a step, in which the ranks that share the model are "
-                f"one process, and `torch.distributed.get_world_size()` outside of it, at "
+                f"one process, and their number was asked for outside of it, at "
                 f"{RunState.current.counted_processes}, where they are {dist.get_world_size()}. Take the number in the "
                 "step itself, or from `self.trainer.world_size`."
             )
@@ -124,6 +131,26 @@ def _world_size(plain: Any, use: Use) -> Any:
         return int(plain(group))
 
     return _marked(get_world_size)
+
+
+def _environment(plain: Any, use: Use) -> Any:
+    @functools.wraps(plain)
+    def getitem(environ: Any, key: Any) -> Any:
+        found = plain(environ, key)
+        if key == _NUMBER and use.on and environ is os.environ and _is_users(None, _reader(sys._getframe(1))):
+            if RunState.current.is_one_process:
+                return "1"
+            RunState.current.counted_processes = user_line()
+        return found
+
+    return getitem
+
+
+def _reader(frame: FrameType | None) -> dict[str, Any]:
+    """The names of the module whose code reads the environment."""
+    while frame is not None and frame.f_globals.get("__name__") in _GETTERS:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_globals
 
 
 def _rank(plain: Any, use: Use) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -72,12 +73,19 @@ class Talks(LightningModule):
     def setup(self, stage: str) -> None:
         if self.way == "counted" and dist.is_initialized():
             self.processes = dist.get_world_size()
+        elif self.way == "environment":
+            self.processes = int(os.getenv("WORLD_SIZE", 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.net(batch)
         loss = (x - self.centre).square().mean()
-        if self.way in ("centre", "counted"):
+        if self.way in ("centre", "counted", "environment"):
             self.centre = self.centre * 0.9 + mean_of_all(x.mean(0)) * 0.1
+        elif self.way == "environment_in_step":
+            total = x.mean(0).detach()
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            self.centre = total / int(os.environ.get("WORLD_SIZE", 1)) + int(os.environ.get("WORLD_SIZE", "1"))
         elif self.way == "gathered" and dist.is_initialized():
             loss = loss + Gathered.apply(x).logsumexp((0, 1)).sum()  # type: ignore[no-untyped-call]
         elif self.way == "gathered":
@@ -96,17 +104,19 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
     return trained(Talks(way), DataLoader(BATCHES, batch_size=4), partial(HybridParallelStrategy, **layout))
 
 
-@slow("*-differentiable", "pipeline-centre", "tensor-layer")
-@pytest.mark.parametrize("way", ["centre", "gathered", "differentiable", "layer"])
+@slow("*-differentiable", "pipeline-centre", "tensor-layer", "pipeline-environment_in_step")
+@pytest.mark.parametrize("way", ["centre", "gathered", "differentiable", "layer", "environment_in_step"])
 @pytest.mark.parametrize("layout", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
 def test_ranks_that_share_the_model_are_one_process(way: str, layout: dict[str, Any], pool: Pool) -> None:
     check(pool, _fit, way, layout)
 
 
+@slow("pipeline-environment", "tensor-counted")
+@pytest.mark.parametrize("way", ["counted", "environment"])
 @pytest.mark.parametrize("layout", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
-def test_a_number_of_processes_from_outside_of_steps_is_refused(layout: dict[str, Any], pool: Pool) -> None:
+def test_a_number_of_processes_from_outside_of_steps_is_refused(layout: dict[str, Any], way: str, pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match=r"test_collectives.py:\d+: `all_reduce` is called in a step.* outside"):
-        pool.run(2, _fit, "counted", layout)
+        pool.run(2, _fit, way, layout)
 
 
 def test_code_that_has_imported_a_function_meets_processes(monkeypatch: pytest.MonkeyPatch) -> None:
