@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_par.pipeline.program.event_draws import DrawLog, Drawn, draw_again
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.python_state import generators
@@ -21,8 +22,8 @@ from lightning_par.trial.trial_run import fake_stands, quiet
 def summarize_whole(callbacks: Iterable[Any], trainer: Any, module: Any, namespace: Namespace) -> None:
     """Show summaries that run the module before it is laid out: later each rank's run would count its own share.
 
-    It runs on fake tensors, so that nothing is computed. Where a module can't, its summary comes in Lightning's time,
-    with the FLOPs of the first rank.
+    It runs on fake tensors, so that nothing is computed; what it draws is drawn, so that the generators stand where one
+    device's do. Where a module can't, its summary comes in Lightning's time, with the FLOPs of the first rank.
 
     Args:
         callbacks: the trainer's.
@@ -31,22 +32,24 @@ def summarize_whole(callbacks: Iterable[Any], trainer: Any, module: Any, namespa
         namespace: whose ``ModelSummary``.
     """
     kind = namespace.from_pytorch("callbacks", "ModelSummary")
-    if getattr(module, "example_input_array", None) is None:
-        return
+    with generators.kept():  # a property may draw
+        if getattr(module, "example_input_array", None) is None:
+            return
     for callback in callbacks:
         if isinstance(callback, kind) and type(callback).on_fit_start is kind.on_fit_start:
+            drawn: list[Drawn] = []
             try:
-                with _on_fakes(module):
+                with generators.put_back_on_error(), _on_fakes(module), DrawLog(drawn):
                     callback.on_fit_start(trainer, module)
             except Exception:  # whatever the user's forward raises on fakes
                 continue
-            vars(callback)["on_fit_start"] = _nothing
+            vars(callback)["on_fit_start"] = _Shown(drawn)
 
 
 def restore_summaries(callbacks: Iterable[Any]) -> None:
     """Undo `summarize_whole`."""
     for callback in callbacks:
-        if vars(callback).get("on_fit_start") is _nothing:
+        if isinstance(vars(callback).get("on_fit_start"), _Shown):
             del vars(callback)["on_fit_start"]
 
 
@@ -56,7 +59,7 @@ def _on_fakes(module: nn.Module) -> Iterator[None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     held: list[Any] = [held for m in module.modules() for held in (parameters_of(m), buffers_of(m))]
     before = [dict(one) for one in held]
-    with generators.kept(), kept(module, as_is={id(p) for p in module.parameters()}, is_copy=False), quiet():
+    with kept(module, as_is={id(p) for p in module.parameters()}, is_copy=False), quiet():
         stand = fake_stands(module, mode, {})
         for parameter in filter(is_packed, module.parameters()):
             give_meaning(stand(parameter), parameter, stand, {id(m): m for m in module.modules()})
@@ -70,4 +73,11 @@ def _on_fakes(module: nn.Module) -> Iterator[None]:
                 one.update(values)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+class _Shown:
+    """The hook of a callback whose summary was shown: in Lightning's time it draws what that has ``drawn``."""
+
+    def __init__(self, drawn: list[Drawn]) -> None:
+        self.drawn = drawn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        draw_again(self.drawn)

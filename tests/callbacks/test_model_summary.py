@@ -78,3 +78,51 @@ def test_a_summary_is_one_devices(pool: Pool, name: str, deferred: bool) -> None
     world = 4 if "-" in name else 2
     told = pool.run(world, _shown, name, world, deferred)
     assert told == [one, *[[]] * (world - 1)]
+
+
+class Drawing(Model):
+    """What the summary runs draws random numbers, and so does the loader that shuffles after it."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__(deferred=False)
+        self.asks, self.order = asks, list[Tensor]()
+
+    @property
+    def example_input_array(self) -> Any:
+        return torch.randint(0, 11, (2, 6)) if self.asks else torch.ones(2, 6, dtype=torch.long)
+
+    @example_input_array.setter
+    def example_input_array(self, example: Any) -> None: ...
+
+    def forward(self, batch: Tensor) -> Tensor:
+        out = super().forward(batch)
+        return out if self.asks else out + torch.randn_like(out)
+
+    def on_fit_start(self) -> None:
+        self.order.append(torch.rand(2))
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.order.append(batch.clone())
+
+
+def _order(name: str, world: int, asks: bool, summary: bool) -> list[Tensor]:
+    torch.manual_seed(3)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy="auto" if name == "one" else STRATEGIES[name](), max_epochs=1,
+        logger=False, enable_model_summary=summary, enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    model = Drawing(asks)
+    trainer.fit(model, DataLoader(torch.randint(0, 11, (12, 6)), 2, shuffle=True))  # type: ignore[arg-type]
+    return model.order
+
+
+@slow(but=["pipeline-True-asks", "tensor-True-runs", "tensor-False-asks"])
+@pytest.mark.parametrize("asks", [False, True], ids=["runs", "asks"])
+@pytest.mark.parametrize("summary", [True, False])
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "sequence"])
+def test_generators_stand_where_one_devices_summary_leaves_them(
+    pool: Pool, name: str, summary: bool, asks: bool
+) -> None:
+    (one,) = pool.run(1, _order, "one", 1, asks, summary)
+    for rank in pool.run(2, _order, name, 2, asks, summary):
+        assert len(rank) == 7 and all(map(torch.equal, one, rank))
