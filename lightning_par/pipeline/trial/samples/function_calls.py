@@ -16,7 +16,7 @@ from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.pytree import tree_leaves
-from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
 from lightning_par.sharded.functions import BY_ENTRY, DRAWS_EACH, OVERWRITES, PRECISIONS, SIZED
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -66,6 +66,7 @@ class Trace:
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self.calls: list[Called] = []
+        self.returned: tuple[tuple[int, ...], ...] = ()  # shapes
         self._known: dict[int, Any] = {id(x): ("given", n) for n, x in enumerate(inputs)}
         self._kept: list[Any] = [inputs]  # ids stay valid as long as the objects live
 
@@ -78,6 +79,10 @@ class Trace:
         self.calls.append(Called(func, given, made, tuple(parts)))
         self._known.update((id(x), ("made", len(self.calls), n)) for n, x in enumerate(results))
         self._kept.append((args, kwargs, result))
+
+    def end(self, result: Any) -> None:
+        """The unit has returned ``result``."""
+        self.returned = tuple(tuple(of_microbatch(x).shape) for x in returned_tensors(result))
 
     @property
     def outline(self) -> tuple[Called, ...]:
@@ -123,8 +128,8 @@ class Trace:
 
     def agrees(self, plain: Trace, samples: int, own: int) -> bool:
         """Whether ``plain``, which sees ``own`` of the ``samples``, computed the same but for sizes that follow."""
-        if len(self.calls) != len(plain.calls):
-            return False
+        if len(self.calls) != len(plain.calls) or self.returned != plain.returned:
+            return False  # it may return the whole batch's rows, made of no sample
         rows: set[Any] = set()  # what has a row for each sample, and is no value of samples
         for number, (call, other) in enumerate(zip(self.calls, plain.calls), 1):
             same = call.func == other.func and len(call.given) == len(other.given)

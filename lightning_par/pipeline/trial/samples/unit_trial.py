@@ -67,6 +67,7 @@ def acts_plainly(
     try:
         with tracing(run, inputs) as viewed, _scripts_unseen(path):
             result = call(*args, **kwargs)
+            viewed.end(result)
         if run.mixing is not None:  # the unit has caught it, and gone another way than on one device
             raise run.mixing
     except SamplesMixError:
@@ -161,7 +162,7 @@ class _Repeats:
 
     def _traced(self, given: Any) -> Trace:
         with tracing(self._run, tensors_in(given)) as trace:
-            self._call(*given[0], **given[1])
+            trace.end(self._call(*given[0], **given[1]))
         return trace
 
     def _plainly(self) -> Trace | None:
