@@ -239,6 +239,8 @@ def dim_of_shape(shape: Sequence[int], ranks: int, split: int | None = None, hel
 
         assert dim_of_shape((2, 8), ranks=4) == 1
     """
+    if 0 in shape:  # there is nothing to store
+        return None
     if split is not None:
         return split if min(held) >= ranks else None
     return next((dim for dim, size in enumerate(shape) if size >= ranks), None)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.fsdp.flat import Flat, Mixed, Place
+from lightning_par.fsdp.stored_parameter import dim_of_shape
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.storage import memory_of
 
@@ -121,3 +122,8 @@ def test_parts_that_leave_gaps_are_not_gathered_together() -> None:
     assert Place.of((5,), 0, Positions.even(5, 4), 4, 0) is None  # 2, 1, 1, 1
     assert Place.of((2, 5), 1, Positions.even(5, 2), 2, 0) is None
     assert Place.of((4,), 0, Positions.of([0, 1, 1, 0]), 2, 0) is None
+
+
+def test_what_has_no_entries_is_not_stored_in_parts() -> None:
+    assert dim_of_shape((0, 6), 2) is None and dim_of_shape((6, 0), 2) is None
+    assert dim_of_shape((4, 0, 6), 2, split=0, held=[2, 2]) is None

@@ -21,6 +21,7 @@ class Policy(L.LightningModule):
         self.automatic_optimization = False
         self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
         self.policy, self.value = nn.Linear(16, 4), nn.Linear(16, 1)
+        self.categories = nn.Linear(16, 0)  # of which this policy has none
 
     def training_step(self, x: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -31,7 +32,7 @@ class Policy(L.LightningModule):
             h = self.body(x)
             ratio = (self.policy(h).log_softmax(-1)[:, 0] - old).exp()
             gain = x.mean(1) - baseline
-            loss = -(ratio * gain).mean() + (self.value(h).squeeze(-1) - x.mean(1)).square().mean()
+            loss = self.categories(h).sum() - (ratio * gain).mean() + (self.value(h).squeeze(-1) - x.mean(1)).square().mean()
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
