@@ -122,6 +122,11 @@ class Guesses:
         return [place for place, count in self.asked.items() if count > often > 0]
 
     @property
+    def latest(self) -> Key:
+        """The question that was asked last, by who called for it."""
+        return next(reversed(self._callers[next(reversed(self.asked))]))
+
+    @property
     def decided(self) -> list[Key]:
         """The questions that were answered yes or no, each by all who called for it."""
         return [caller for place in self._decisions for caller in self._callers[place]]

@@ -32,7 +32,11 @@ class Policy(L.LightningModule):
             h = self.body(x)
             ratio = (self.policy(h).log_softmax(-1)[:, 0] - old).exp()
             gain = x.mean(1) - baseline
-            loss = self.categories(h).sum() - (ratio * gain).mean() + (self.value(h).squeeze(-1) - x.mean(1)).square().mean()
+            loss = (
+                self.categories(h).sum()
+                - (ratio * gain).mean()
+                + (self.value(h).squeeze(-1) - x.mean(1)).square().mean()
+            )
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()

@@ -2,13 +2,15 @@
 
 A guard, as ``if torch.isnan(loss): raise`` or ``return None``, leads to the same program, to an exception or to no
 loss, so that microbatches can go by the other answer. What lies behind the last unit runs once more on the whole batch,
-where the guard sees the true value and raises, or skips the step, as on one device.
+where the guard sees the true value and raises, or skips the step, as on one device. Where the batch is whole, a guard
+that raises between units sees the true value on the stage that has it; the others go by the answer that doesn't raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import isnan
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -44,8 +46,8 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
     waiting: list[tuple[Guesses, frozenset[Question]]] = [(run.guesses, frozenset())]
     outline, seen = _outline(run), 1
 
-    def guards(other: Guesses) -> bool:
-        return _raises(whole, other) or (run.training and _skips(again, other, outline))
+    def guards(other: Guesses, place: Question) -> bool:
+        return _raises(whole, other, place) or (run.training and _skips(again, other, outline))
 
     while waiting:
         guesses, flipped = waiting.pop()
@@ -54,7 +56,7 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
                 continue
             seen += 1
             other = Guesses(guesses.with_other(place))
-            if early or seen > TRIES or not (_leads_to(again, other, outline) or guards(other)):
+            if early or seen > TRIES or not (_leads_to(again, other, outline) or guards(other, place)):
                 file, line, _ = place[1]
                 raise SamplesMixError(f"the step decides by a value of the whole batch at {file}:{line}")
             if other.ended:
@@ -71,12 +73,22 @@ def _leads_to(again: Again, guesses: Guesses, outline: Outline) -> bool:
     return _outline(other) == outline
 
 
-def _raises(whole: Again, guesses: Guesses) -> bool:
-    """Whether the user's code raises by these guesses, at an answer that no microbatch goes by."""
+def guards_between_units(run: Analysis, whole: Again) -> frozenset[int]:
+    """The events of ``run`` that ask for a value of the model before its last unit has run, as the validation of a
+    distribution's parameters does, where ``whole`` raises by any other answer than the one that ``run`` went by."""
+    asked = {index: place for index, place in run.asks.items() if index < run.tail}
+    if len({*asked.values()}) > TRIES:
+        return frozenset()
+    raising = {place: _raises(whole, Guesses(run.guesses.with_other(place)), place) for place in asked.values()}
+    return frozenset(index for index, place in asked.items() if raising[place])
+
+
+def _raises(whole: Again, guesses: Guesses, place: Question) -> bool:
+    """Whether the user's code raises by these guesses, at an answer to ``place`` that no microbatch goes by."""
     try:
         whole(Guesses(guesses.patterns))
     except (Exception, EndlessError) as error:
-        return _is_users(error)
+        return _is_users(error) or _has_asked(error, place)
     return False
 
 
@@ -105,11 +117,24 @@ def _outline(run: Analysis) -> Outline:
     return events, constants, returned, {moved(run.values.keys.get(id(x))) for x in run.effects}
 
 
+def _raised_in(error: BaseException) -> TracebackType | None:
+    """The frame in which it was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _has_asked(error: BaseException, place: Question) -> bool:
+    """Whether the function that asked the question has raised it, as torch's own checks of values do."""
+    trace, (file, line, _) = _raised_in(error), place[1]
+    code = None if trace is None else trace.tb_frame.f_code
+    return code is not None and code.co_filename == file and line in {x[2] for x in code.co_lines()}
+
+
 def _is_users(error: BaseException) -> bool:
     """Whether the user's code raised it, and not what it called for want of values."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:  # to the frame in which it was raised
-        trace = trace.tb_next
+    trace = _raised_in(error)
     name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
     return isinstance(error, AssertionError) or not f"{name}.".startswith(("torch.", "lightning_par."))
 

@@ -251,7 +251,7 @@ def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
 
 def _refuse_reads(run: Analysis, last: int) -> None:
     for index, place in run.reads:
-        if index < last:
+        if index < last and index not in run.guards:
             raise ValueError(
                 f"{place}: the step reads a value that depends on the model here, and goes on to modules that are on a "
                 "later stage, which can't know it in time. Move this into a module's forward, compute it with tensors "

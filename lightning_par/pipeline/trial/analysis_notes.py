@@ -30,6 +30,7 @@ from lightning_par.pipeline.trial.unit_logs import UnitLogs
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.trial.guesses import Key as Question
 
 Layouts = dict[Key, tuple[int, Positions]]
 
@@ -58,6 +59,8 @@ class AnalysisNotes(FakeRun):
         effects: values that are used at the step's end.
         returned: those that it returns.
         reads: events that turn a value of the model into a number, and where.
+        asks: those of them that decide something by it, and the question.
+        guards: those of these at which the user's code raises by the other answer, as far as is asked for.
         deciding: what code within units goes by.
         shapes: of what came of the batch alone, by event.
         changes_state: whether the step writes into tensors of the module.
@@ -108,6 +111,8 @@ class AnalysisNotes(FakeRun):
         self.effects: list[Tensor] = []
         self.returned: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
+        self.asks: dict[int, Question] = {}
+        self.guards: frozenset[int] = frozenset()
         self.deciding: set[str] = set()
         self.shapes: dict[int, list[tuple[int, ...]]] = {}
         self.changes_state = False

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffects
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.program.decisions import follow_decisions
+from lightning_par.pipeline.program.decisions import follow_decisions, guards_between_units
 from lightning_par.pipeline.program.make_program import make_program
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.routes import stage_of
@@ -86,6 +86,7 @@ def study(
     asked = AnalysisRun(step, stages, axis, layouts, outer=whole.outer)
     run, result = asked.explored(whole.guesses.patterns)
     _refuse_kept_sums(run, whole)
+    run.guards = frozenset(run.asks)  # see `follow_decisions`
     program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.changes.keeping))
     program = replace(
         program,
@@ -115,6 +116,7 @@ def _study_whole(step: Step, stages: Stages) -> Program:
     _follow_numbers(step, stages, None, run)
     hooked = run.hooked or run.recomputes and bool(run.changes.keeping or run.regions)
     backwards = any(map(number_of_backward_hooks, step.module.modules())) or backward_hooks_on_all()
+    run.guards = guards_between_units(run, AnalysisRun(step, stages).once)
     program = make_program(step, run, result, 1, {}, in_order=bool(run.changes.keeping or hooked or backwards))
     _refuse_torn_hooks(run, program)
     return replace(  # what units keep, the next ones go by

@@ -1,0 +1,76 @@
+"""A check of a value between units that raises: the stage that has the value checks it, and the others go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.utils.data import DataLoader
+
+from lightning_par import PipelineParallelStrategy
+from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
+
+
+class Autoencoder(pl.LightningModule):
+    def __init__(self, kind: str, limit: float = 1e9) -> None:
+        super().__init__()
+        self.kind, self.limit = kind, limit
+        self.encoder = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+        self.mean, self.spread = nn.Linear(16, 3), nn.Linear(16, 3)
+        self.decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 6))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = self.encoder(batch)
+        mean, spread = self.mean(h), self.spread(h)
+        if self.kind == "validated":  # by torch, parameter by parameter
+            z = Normal(mean, spread.exp()).rsample()
+        elif self.kind == "asserted":
+            assert mean.abs().max() < self.limit, "the mean is too large"
+            z = mean + spread
+        else:
+            z = mean if mean.abs().max() < self.limit else spread
+        loss = F.mse_loss(self.decoder(z), batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+def _trained(kind: str, world: int, limit: float = 1e9) -> Any:
+    torch.manual_seed(0)
+    model = Autoencoder(kind, limit).double()
+    strategy: Any = "auto"
+    if world > 1:
+        strategy = PipelineParallelStrategy(draws="one_device", stages=["decoder"])
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(torch.randn(20, 6, dtype=torch.float64), 8))  # type: ignore[arg-type]
+    return {name: x.clone() for name, x in model.state_dict().items()}, trainer.callback_metrics["loss"]
+
+
+@slow(but=["validated"])
+@pytest.mark.parametrize("kind", ["validated", "asserted"])
+def test_the_stage_that_has_the_value_checks_it(pool: Pool, kind: str) -> None:
+    (expected,) = pool.run(1, _trained, kind, 1)
+    for got in pool.run(2, _trained, kind, 2):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_what_fails_the_check_ends_the_run(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, _trained, "asserted", 2, 1e-3)
+    assert "AssertionError: the mean is too large" in failed.value.reports[0]
+
+
+def test_a_choice_that_does_not_raise_is_refused(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="the step reads a value that depends on the model here"):
+        pool.run(2, _trained, "chosen", 2)
