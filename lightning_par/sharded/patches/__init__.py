@@ -10,6 +10,7 @@ them: `lightning_par.sharded.patches.installed`.
     generator_states: `torch.get_rng_state` and `torch.cuda.get_rng_state`
     tensor_data: ``x.data = value``
     subclasses: ``x.as_subclass(kind)``
+    variables: ``torch.autograd.Variable(x)``
     tensor_grad: ``x.grad``
     looked_at_gradients: ``x.grad``, while gradients are not what one device has
     module_hooks: full backward hooks of modules
@@ -49,10 +50,11 @@ def _for_sharded_tensors() -> Iterable[Patch]:
         subclasses,
         tensor_data,
         transforms,
+        variables,
     )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch(), subclasses.patch(), _compiled_graphs()  # fmt: skip
+        module_hooks.patch(), subclasses.patch(), variables.patch(), _compiled_graphs()  # fmt: skip
 
 
 def _for_stored_weights() -> Iterable[Patch]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils.data import DataLoader
 
 from tests.helpers.pool import Pool
@@ -35,6 +36,16 @@ class Back(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class OldVariables(Back):
+    """As code for torch before 0.4 has it, in a layer's midst and behind the last one."""
+
+    def training_step(self, batch: Tensor) -> Any:
+        hidden = self.first(Variable(batch)).relu()
+        hidden = hidden * Variable(hidden.data.new(hidden.size()).fill_(2)) + Variable(hidden)
+        out = self.last(hidden)
+        return (out - Variable(out, requires_grad=False).mean()).square().mean()
+
+
 class ThereAndBack(Back):
     def training_step(self, batch: Tensor) -> Any:
         hidden = self.first(batch.as_subclass(Tagged)).relu()
@@ -48,7 +59,13 @@ def _fit(kind: type[Back], strategy: str) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [(Back, "pipeline_parallel"), (ThereAndBack, "sequence_parallel"), (ThereAndBack, "tensor_parallel")],
+    [
+        (Back, "pipeline_parallel"),
+        (OldVariables, "pipeline_parallel"),
+        (OldVariables, "tensor_parallel"),
+        (ThereAndBack, "sequence_parallel"),
+        (ThereAndBack, "tensor_parallel"),
+    ],
 )
 def test_a_class_of_the_users_is_taken_for_one_step_as_on_one_device(
     kind: type[Back], strategy: str, pool: Pool
