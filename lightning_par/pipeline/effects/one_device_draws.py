@@ -29,7 +29,8 @@ class OtherDrawsError(RuntimeError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what} draws other random numbers than when the step was recorded, so that the other stages don't know "
-            "where one device would draw on. How many numbers a module draws must not depend on values. Write "
+            "where one device would draw on. How many numbers a module draws must not depend on values, nor on what "
+            "the step sets: set a dropout's rate that was 0 before the step, as in on_train_batch_start. Or write "
             "draws='per_shard', or use TensorParallelStrategy."
         )
 

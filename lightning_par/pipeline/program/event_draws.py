@@ -79,26 +79,24 @@ def _takes_64_bits(op: Any) -> bool:
     if operator_of(op) != "bernoulli_":
         return False
 
-    def moved(draw: Callable[[int], Any], count: int) -> Tensor:
-        torch.default_generator.manual_seed(count)
-        draw(count)
-        return torch.get_rng_state()
+    def moved(draw: Callable[[int, torch.Generator], Any], count: int) -> Tensor:
+        own = torch.Generator().manual_seed(count)
+        draw(count, own)
+        return own.get_state()
 
-    before = torch.get_rng_state()
-    try:
-        return all(
-            torch.equal(moved(lambda n: torch.empty(n).bernoulli_(0.3), count), moved(_throw_away, count))
-            for count in (1, 15, 16, 700, _CHUNK + 3)
+    return all(
+        torch.equal(
+            moved(lambda n, own: torch.empty(n).bernoulli_(0.3, generator=own), count), moved(_throw_away, count)
         )
-    finally:
-        torch.set_rng_state(before)
+        for count in (1, 15, 16, 700, _CHUNK + 3)
+    )
 
 
-def _throw_away(count: int) -> None:
+def _throw_away(count: int, generator: torch.Generator | None = None) -> None:
     """Draw ``count`` times 64 bits."""
     scratch = torch.empty(min(count, _CHUNK), dtype=torch.int64)
     for start in range(0, count, _CHUNK):
-        scratch[: min(_CHUNK, count - start)].random_(-(1 << 63), None)  # type: ignore[call-overload]
+        scratch[: min(_CHUNK, count - start)].random_(-(1 << 63), None, generator=generator)  # type: ignore[call-overload]
 
 
 class DrawLog(TorchDispatchMode):

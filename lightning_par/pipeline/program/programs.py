@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.sharded.run_state import RunState
 from lightning_par.trial.step import Step
 from lightning_par.trial.trainer_stand_ins import numbers_of
 
@@ -216,9 +217,17 @@ class Programs:
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
             trained = hash(tuple(map(_requires_grad, map(_second, self.tree.parameters())))) if step.grad else 0
         modes = hash(tuple(map(_training, map(_second, self.tree.modules()))))
+        if RunState.current.streams.whole:
+            modes = hash((modes, *self._which_numbers_are_zero()))
         shapes = step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known
         numbers = microbatches > 1 or self.studies.get(shapes, 0) <= MOST_STUDIES
         return *shapes, self._said(numbers) if microbatches > 1 or step.grad else 0
+
+    def _which_numbers_are_zero(self) -> Iterator[bool]:
+        """Of torch's modules: a dropout of rate 0 draws nothing, and where one device draws on goes by that."""
+        for _, module in self.tree.modules():
+            if type(module).__module__.startswith("torch."):
+                yield from (value == 0 for value in vars(module).values() if type(value) in (int, float))
 
     def _said(self, numbers: bool) -> int:
         """Of what attributes and the trainer say to units: of a batch that is not cut, too, they may decide to which
