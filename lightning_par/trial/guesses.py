@@ -131,6 +131,12 @@ class Guesses:
         """The questions that were answered yes or no, each by all who called for it."""
         return [caller for place in self._decisions for caller in self._callers[place]]
 
+    def decided_after(self, caller: Key) -> list[Key]:
+        """Those of `decided` that were last asked after one of them."""
+        order = [*self.asked]
+        behind = order[order.index(caller[1]) + 1 :] if caller[1] in self.asked else []
+        return [later for place in behind if place in self._decisions for later in self._callers[place]]
+
     def with_other(self, caller: Key) -> dict[Key, Pattern]:
         """Patterns that differ in the answer to one question of `decided`."""
         was = self.patterns.get(caller) or self.patterns.get(caller[1])

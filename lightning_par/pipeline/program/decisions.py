@@ -79,14 +79,29 @@ def guards_between_units(run: Analysis, whole: Again) -> frozenset[int]:
     asked = {index: place for index, place in run.asks.items() if index < run.tail}
     if len({*asked.values()}) > TRIES:
         return frozenset()
-    raising = {place: _raises(whole, Guesses(run.guesses.with_other(place)), place) for place in asked.values()}
+    raising = {place: _always_raises(whole, Guesses(run.guesses.with_other(place)), place) for place in asked.values()}
     return frozenset(index for index, place in asked.items() if raising[place])
+
+
+def _always_raises(whole: Again, guesses: Guesses, place: Question) -> bool:
+    """Whether it raises by these guesses, whatever the answers to what is asked from ``place`` on."""
+    waiting: list[tuple[Guesses, frozenset[Question]]] = [(guesses, frozenset({place}))]
+    seen = 0
+    while waiting:
+        (guesses, flipped), seen = waiting.pop(), seen + 1
+        if seen > TRIES or not _raises(whole, guesses, place):
+            return False
+        for later in guesses.decided_after(place):
+            if later not in flipped:
+                flipped |= {later}
+                waiting.append((Guesses(guesses.with_other(later)), flipped))
+    return True
 
 
 def _raises(whole: Again, guesses: Guesses, place: Question) -> bool:
     """Whether the user's code raises by these guesses, at an answer to ``place`` that no microbatch goes by."""
     try:
-        whole(Guesses(guesses.patterns))
+        whole(guesses)
     except (Exception, EndlessError) as error:
         return _is_users(error) or _has_asked(error, place)
     return False

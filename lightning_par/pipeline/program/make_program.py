@@ -64,6 +64,7 @@ def make_program(
         values=values,
         wanted=_wanted(run, values, loss) if step.grad else frozenset(),
         samples=step.samples,
+        guards=frozenset(index for index in run.guards if index < cut.starts[-1]),
         microbatches=microbatches,
         result=result,
         loss_is_share=_is_share(run, loss),

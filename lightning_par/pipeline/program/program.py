@@ -168,6 +168,7 @@ class Program:
         regions: the first event of a region that backward is to run again, and the first one behind it.
         patterns: of the guesses by which the step decides.
         decides: whether it decides anything by values of the model.
+        guards: events that ask for a value of the model before the last stage, where another answer has to raise.
         overwritten: the parameters, and buffers within units, that the step writes into.
         elsewhere: parameters, and buffers within units, that another rank than the last stage's has, or has, too.
         last_buffers: buffers within units that the last stage's rank alone has.
@@ -225,6 +226,7 @@ class Program:
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)
     decides: bool = False
+    guards: frozenset[int] = frozenset()
     local_events: Memo[Any, Any] = field(default_factory=Memo)
     shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     drawing: set[int] = field(default_factory=set)

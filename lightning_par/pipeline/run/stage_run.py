@@ -51,6 +51,7 @@ class StageRun(StageValues):
         module: whose step it is.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
         decided: looks at what the step sets behind the last unit, if it may go by values of the model there.
+        failed: where a check between units met what the other stages don't go by, so that it must raise.
     """
 
     told: InnerState | None = None
@@ -60,6 +61,7 @@ class StageRun(StageValues):
     hooks: HooksCell | None = None
     module: nn.Module | None = None
     decided: AfterDecision | None = None
+    failed: str | None = None
 
     def __init__(
         self,
@@ -88,12 +90,13 @@ class StageRun(StageValues):
 
     def begin_anew(self) -> None:
         """Nothing has run so far, or what has is forgotten."""
-        self.count = 0
+        self.count, self.failed = 0, None
         self.checked = min(self.end, self.program.tail) if self.alone else -1  # behind the last unit of the stage
         self.ran: list[str] = []
         self.got, self.names = {}, {}
 
     def _next(self, func: Any) -> tuple[int, StepEvent | None]:
+        self._refuse_goes_on()
         index, self.count = self.count, self.count + 1
         if index == self.checked:
             self._check_draws()
@@ -110,10 +113,20 @@ class StageRun(StageValues):
 
     def finish(self) -> None:
         """The step has come to its end."""
+        self._refuse_goes_on()
         if self.checked >= 0:
             self._check_draws()
         if self.decided is not None:
             self.decided.refuse()
+
+    def _refuse_goes_on(self) -> None:
+        """Raises OtherStageError where a check between units has failed, and the step goes on."""
+        if self.failed is not None:
+            raise OtherStageError(
+                f"{self.failed}: the step decides by a value of the model here, raised by the other answer when it was "
+                "first run, and goes on this time: the stages that don't have the value can't know of it. Choose by "
+                "torch.where, move this into a module's forward, or use TensorParallelStrategy."
+            )
 
     def sets(self, func: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and sets_requires_grad(func, args, kwargs):  # a dry run did not
@@ -137,6 +150,8 @@ class StageRun(StageValues):
         )
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.failed is not None:  # its message may tell values
+            return func(*self.present(args), **self.present(kwargs))
         if not self.lost and self.may_be_setting(func, args, kwargs):
             result = func(*args, **kwargs)
             if is_setting((args, kwargs), result):
@@ -175,6 +190,8 @@ class StageRun(StageValues):
                 given = (given[0].clone(), *given[1:])  # the batch's own tensor serves the other microbatches, too
             result = func(*given, **kwargs)
             self._check_claim(index, record, result)
+            if index in self.program.guards and result != record.result:
+                self.failed = record.place
         result = given[0] if record.writes or record.sets else result
         return self._returned(func, args, self.made(index, result, record), record)
 

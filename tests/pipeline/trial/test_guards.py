@@ -20,7 +20,8 @@ from tests.helpers.slow import slow
 class Autoencoder(pl.LightningModule):
     def __init__(self, kind: str, limit: float = 1e9) -> None:
         super().__init__()
-        self.kind, self.limit = kind, limit
+        self.kind, self.limit, self.met = kind, limit, 0
+        self.seen: list[float] = []
         self.encoder = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
         self.mean, self.spread = nn.Linear(16, 3), nn.Linear(16, 3)
         self.decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 6))
@@ -33,6 +34,22 @@ class Autoencoder(pl.LightningModule):
         elif self.kind == "asserted":
             assert mean.abs().max() < self.limit, "the mean is too large"
             z = mean + spread
+        elif self.kind == "told":  # its message tells values
+            assert mean.abs().max() < self.limit, f"the mean is {mean.abs().max().item():.1f}"
+            z = mean + spread
+        elif self.kind == "found wrong":
+            z = Normal(mean, spread.exp() - self.limit * (batch_idx > 0)).mean
+        elif self.kind == "within":  # a check in what a choice leads to
+            if mean.abs().max() > 1e-9:
+                assert mean.isfinite().all()
+                self.met += 1
+            z = mean * (1 + self.met)
+        elif self.kind == "later":  # raises by the other answer in the first step alone
+            scale = 1.0
+            if mean.abs().max() > (1e-9 if self.seen else 1e9):
+                scale = self.seen[0]
+            self.seen = [2.0]
+            z = mean * scale
         else:
             z = mean if mean.abs().max() < self.limit else spread
         loss = F.mse_loss(self.decoder(z), batch)
@@ -71,6 +88,27 @@ def test_what_fails_the_check_ends_the_run(pool: Pool) -> None:
     assert "AssertionError: the mean is too large" in failed.value.reports[0]
 
 
-def test_a_choice_that_does_not_raise_is_refused(pool: Pool) -> None:
+@slow(but=["found wrong-1000000000.0-ValueError: Expected parameter scale"])
+@pytest.mark.parametrize(
+    ("kind", "limit", "message"),
+    [
+        ("told", 1e-9, "AssertionError: the mean is 0."),
+        ("found wrong", 1e9, "ValueError: Expected parameter scale"),
+    ],
+)
+def test_a_check_tells_the_values_that_fail_it(pool: Pool, kind: str, limit: float, message: str) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, _trained, kind, 2, limit)
+    assert message in failed.value.reports[0]
+
+
+@slow(but=["within"])
+@pytest.mark.parametrize("kind", ["chosen", "within"])
+def test_a_choice_that_does_not_raise_is_refused(pool: Pool, kind: str) -> None:
     with pytest.raises(RanksFailedError, match="the step reads a value that depends on the model here"):
-        pool.run(2, _trained, "chosen", 2)
+        pool.run(2, _trained, kind, 2)
+
+
+def test_what_raised_once_and_goes_on_later_is_refused(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="raised by the other answer when it was first run, and goes on"):
+        pool.run(2, _trained, "later", 2)
