@@ -258,7 +258,9 @@ class FollowingStages(Following):
                 origin = Origin("a tensor of the optimizer's", homes[i] or (), self.axis)
                 results[i] = x if here else Elsewhere(x.shape, x.dtype, given[0][i].device, origin)
                 mark(results[i], homes[i] if here else None)
-        return None if function.writes else results
+        if function.writes:  # torch returns what it wrote into
+            return args[0] if function.name.startswith("_foreach_") else None
+        return results
 
 
 def _home(function: Function, args: Any, kwargs: Any, places: set[Place]) -> Place | None:

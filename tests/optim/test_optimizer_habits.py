@@ -298,7 +298,7 @@ def takes_lists(o: Any, _: Any) -> None:
     for (_, _), ((ps, gs, ms), _) in Optimizer._group_tensors_by_device_and_dtype([params, grads, averages]).items():
         norm = torch.stack(torch._foreach_norm(gs)).norm()
         gs = torch._foreach_mul(gs, (10.0 / norm).clamp(max=1.0))
-        torch._foreach_lerp_(ms, gs, 0.1)
+        ms = torch._foreach_lerp_(ms, gs, 0.1)  # returns what it wrote into
         denominators = torch._foreach_sqrt(torch._foreach_mul(ms, ms))
         torch._foreach_add_(denominators, 1e-3)
         torch._foreach_addcdiv_(ps, ms, denominators, value=-0.1)
