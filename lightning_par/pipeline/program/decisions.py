@@ -24,6 +24,7 @@ from lightning_par.trial.guesses import TRIES, EndlessError, Guesses
 from lightning_par.trial.guesses import Key as Question
 from lightning_par.trial.step import loss_in
 
+_ENDS = (Exception, SystemExit, EndlessError)  # of a run by other guesses: ``sys.exit()`` is a way to end, too
 Outline = tuple[Any, ...]
 Again = Callable[[Guesses], tuple[Analysis, Any]]
 
@@ -67,7 +68,7 @@ def _leads_to(again: Again, guesses: Guesses, outline: Outline) -> bool:
     """Whether by these guesses the step does what ``outline`` says."""
     try:
         other, _ = again(guesses)
-    except (Exception, EndlessError):
+    except _ENDS:
         return False
     guesses.ended = True
     return _outline(other) == outline
@@ -102,7 +103,7 @@ def _raises(whole: Again, guesses: Guesses, place: Question) -> bool:
     """Whether the user's code raises by these guesses, at an answer to ``place`` that no microbatch goes by."""
     try:
         whole(guesses)
-    except (Exception, EndlessError) as error:
+    except _ENDS as error:
         return _is_users(error) or _has_asked(error, place)
     return False
 
@@ -112,7 +113,7 @@ def _skips(again: Again, guesses: Guesses, outline: Outline) -> bool:
     the whole batch's tail has no other values."""
     try:
         other, result = again(Guesses(guesses.patterns))
-    except (Exception, EndlessError):
+    except _ENDS:
         return False
     events, _, _, effects = _outline(other)
     return loss_in(result) is None and events == outline[0][: len(events)] and effects <= outline[3]

@@ -33,6 +33,7 @@ _MARK = "_counts_replicas"
 _FOR_CALLERS = "torch.distributed.nn"  # differentiable ones, which user code calls
 _NUMBER = "WORLD_SIZE"  # in the environment
 _GETTERS = ("os", "_collections_abc")  # modules by which user code reads that
+_COPY = type(os.environ).copy.__code__  # for another process, of all that is there
 
 
 def _keep(*args: Any, **kwargs: Any) -> None:
@@ -136,8 +137,10 @@ def _world_size(plain: Any, use: Use) -> Any:
 def _environment(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def getitem(environ: Any, key: Any) -> Any:
-        found = plain(environ, key)
-        if key == _NUMBER and use.on and environ is os.environ and _is_users(None, _reader(sys._getframe(1))):
+        found, asker = plain(environ, key), sys._getframe(1)
+        if key != _NUMBER or not use.on or environ is not os.environ or asker.f_code is _COPY:
+            return found
+        if _is_users(None, _reader(asker)):
             if RunState.current.is_one_process:
                 return "1"
             RunState.current.counted_processes = user_line()
