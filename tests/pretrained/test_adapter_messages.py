@@ -83,13 +83,13 @@ def test_a_sharded_residual_stream_moves_as_many_bytes(pool: Pool) -> None:
 def test_gradients_that_move_are_those_of_adapters(pool: Pool, layout: str) -> None:
     for rank in pool.run(2, trained, "lora", layout, False, 1 if layout == "sequence" else 2):
         moved = _calls(rank, "data", "gradients")
+        flags = L * 7 * 2  # whether there is a gradient: two weights a layer that has an adapter
         if layout == "fsdp":
             scattered = [t for t in rank["transfers"] if t.verb == "reduce_scatter"]
             assert {t.purpose for t in scattered} == {"parameters"}
-            assert sum(t.nbytes for t in scattered) == ADAPTERS * 8
+            assert sum(t.nbytes for t in scattered) == (ADAPTERS + 2 * flags) * 8  # to each of the two ranks
             assert rank["state_elements"] == ADAPTERS  # two a weight, of which this rank has half
         else:
-            flags = L * 7 * 2  # two weights a layer that has an adapter
             assert moved["gradients", "all_reduce", ADAPTERS + flags] == 1
             assert {purpose for purpose, _, _ in moved} == {"gradients"}
             assert rank["state_elements"] == 2 * ADAPTERS
