@@ -24,6 +24,8 @@ from lightning_par.sharded.functions import (
 # Functions that read only what an absent value tells, too.
 _TOLD = METADATA | MEMORY | MEMORY_KINDS | SHOWS
 
+_DEVICE = torch.ops.prim.device.default  # by which C++ asks tensors whose class tells their device
+
 # Functions that autocast leaves in the precision of what they are given, or runs in single.
 _NEVER_LOWERED = (BY_ENTRY - {"prelu"}) | VIEWS | PRECISIONS | {
     "embedding", "embedding_bag", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm", "__get__",
@@ -45,7 +47,7 @@ def is_metadata(func: Any, name: str) -> bool:
         return getattr(func.__self__, "__name__", "") != "data"
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in VALUE_PROPERTIES
-    return name in _TOLD or func is torch.ops.prim.device.default  # as C++ asks tensors whose class tells their device
+    return name in _TOLD or func is _DEVICE
 
 
 def most_casts(func: Any) -> int:

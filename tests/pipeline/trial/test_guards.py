@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,10 @@ class Autoencoder(pl.LightningModule):
             z = Normal(mean, spread.exp()).rsample()
         elif self.kind == "asserted":
             assert mean.abs().max() < self.limit, "the mean is too large"
+            z = mean + spread
+        elif self.kind == "exits":
+            if mean.abs().max() > self.limit:
+                sys.exit(3)
             z = mean + spread
         elif self.kind == "told":  # its message tells values
             assert mean.abs().max() < self.limit, f"the mean is {mean.abs().max().item():.1f}"
@@ -74,8 +79,8 @@ def _trained(kind: str, world: int, limit: float = 1e9) -> Any:
     return {name: x.clone() for name, x in model.state_dict().items()}, trainer.callback_metrics["loss"]
 
 
-@slow(but=["validated"])
-@pytest.mark.parametrize("kind", ["validated", "asserted"])
+@slow(but=["validated", "exits"])
+@pytest.mark.parametrize("kind", ["validated", "asserted", "exits"])
 def test_the_stage_that_has_the_value_checks_it(pool: Pool, kind: str) -> None:
     (expected,) = pool.run(1, _trained, kind, 1)
     for got in pool.run(2, _trained, kind, 2):

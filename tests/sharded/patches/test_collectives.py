@@ -126,3 +126,12 @@ def test_code_that_has_imported_a_function_meets_processes(monkeypatch: pytest.M
         monkeypatch.setitem(globals(), "get_world_size", plain)
         with pytest.raises(ValueError, match="has not been initialized"):  # torch's own
             dist.get_world_size()
+
+
+def test_a_copy_of_the_environment_asks_for_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with patches.COLLECTIVES.installed(), RunState.current.entered(one_process=True):
+        assert (os.environ["WORLD_SIZE"], os.getenv("WORLD_SIZE"), os.environ.copy()["WORLD_SIZE"]) == ("1", "1", "2")
+    with patches.COLLECTIVES.installed():
+        before = RunState.current.counted_processes
+        assert os.environ.copy()["WORLD_SIZE"] == "2" and RunState.current.counted_processes == before
