@@ -123,19 +123,19 @@ class BlockCalls:
     def has_written(self, targets: Sequence[ShardedTensor]) -> None:
         """Told that ``targets``, weights or what shares their memory, were written to."""
         if self.escaped.may_be_anywhere:
-            self.escaped.changed(self._weights_of(targets))
+            self.escaped.changed(self.weights_of(targets))
 
     def settle(self, used: Sequence[ShardedTensor]) -> None:
         """Told that ``used``, weights or what shares their memory, are about to be used."""
         if self.escaped.may_be_here:
-            self.escaped.settle(self._weights_of(used))
+            self.escaped.settle(self.weights_of(used))
 
     def has_moved(self, x: Stored) -> None:
         """Told that ``x`` lies in other memory, by ``x.data = value``."""
         self._at.clear()
         self.escaped.forget(x)
 
-    def _weights_of(self, xs: Sequence[ShardedTensor]) -> list[Stored]:
+    def weights_of(self, xs: Sequence[ShardedTensor]) -> list[Stored]:
         """Those weights whose memory ``xs`` share."""
         if not self._at:
             self._at = {memory_of(x._local): x for x in self.escaped.weights}

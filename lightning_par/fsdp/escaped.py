@@ -122,6 +122,7 @@ class Escaped:
         """
         if not place.has(whole):  # by ``x.data = value``
             place.move(whole)
+            weight.note_write(whole)
             self.forget(weight)
             self._given[id(weight)], self._memories[place.memory] = [place], place
         elif not place.is_taken and not self.is_viewed(weight):
@@ -141,6 +142,7 @@ class Escaped:
 
     def _wrote(self, weight: Stored, whole: Tensor) -> None:
         """User code has written to ``weight``, on all ranks alike, which is what is in ``whole`` from now on."""
+        weight.note_write(whole)
         self._put_everywhere(weight, whole.detach())
         if aliases.is_any():
             aliases.written([weight._local])

@@ -1,20 +1,24 @@
-"""Whether the ranks that store parts of the same weights come to them in one order.
+"""Whether the ranks that store parts of the same weights come to them in one order, and write the same into them.
 
 Messages along an axis meet in the order in which each rank sends them. Where replicas take different branches, parts of
-two weights of one size would be joined without a word, so what each has come to is compared once a step, before the
-optimizer writes.
+two weights of one size would be joined without a word; and where they write to a weight what they have made of their
+own batches, parts of what each wrote would be kept. So what each has come to and has written is compared once a step,
+before the optimizer writes.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
+from lightning_par.mesh.digest import digest
 from lightning_par.mesh.host_values import agreed
 
 if TYPE_CHECKING:
@@ -24,8 +28,17 @@ MOST = 4096
 """Messages that are kept to name the first that differs."""
 
 
+@dataclass(frozen=True, order=True)
+class Write:
+    """What user code has written into a weight: at which line, and the hashes of what it was given."""
+
+    name: str
+    line: str
+    hashes: tuple[int, ...]
+
+
 class GatherOrder:
-    """The messages of weights and of their gradients along one axis since they were compared.
+    """The messages of weights and of their gradients along one axis since they were compared, and what was written.
 
     Example::
 
@@ -38,11 +51,23 @@ class GatherOrder:
     def __init__(self) -> None:
         self._hash = 0
         self._met: deque[str] = deque(maxlen=MOST)
+        self._writes: deque[tuple[str, str, list[Tensor | int]]] = deque(maxlen=MOST)
 
     def note(self, name: str) -> None:
         """A message of the weight ``name``, or of a block that begins with it, is about to leave."""
         self._hash = crc32(name.encode(), self._hash)
         self._met.append(name)
+
+    def note_write(self, name: str, line: str, values: Iterable[Any]) -> None:
+        """User code writes into a weight what it makes of ``values``; the order of writes is not compared.
+
+        Args:
+            name: of the weight, to the reader.
+            line: where.
+            values: plain tensors, and numbers.
+        """
+        hashes = [digest(x) if isinstance(x, Tensor) else crc32(repr(x).encode()) for x in values]
+        self._writes.append((name, line, hashes))  # read when they are told: once, and late
 
     @property
     def is_empty(self) -> bool:
@@ -50,8 +75,12 @@ class GatherOrder:
 
     def told(self) -> list[int]:
         """Bytes of which the most over all ranks show whether all have told the same."""
-        own = [*self._hash.to_bytes(4, "little")]
+        written = sum(crc32(repr(one).encode()) for one in self._written())
+        own = [*((self._hash + written) % (1 << 32)).to_bytes(4, "little")]
         return [*own, *(255 - byte for byte in own)]
+
+    def _written(self) -> list[Write]:
+        return [Write(name, line, tuple(int(x) for x in values)) for name, line, values in self._writes]
 
     def compare(self, most: Sequence[float], axis: Axis) -> None:
         """Begin anew, after all ranks of ``axis`` have `told`; all of them come here.
@@ -61,17 +90,34 @@ class GatherOrder:
             axis: theirs.
 
         Raises:
-            RuntimeError: they have come to different weights; on all ranks.
+            RuntimeError: they have come to different weights, or have written other values; on all ranks.
         """
         met, self._met, self._hash = self._met, deque(maxlen=MOST), 0
+        written = self._written()
+        self._writes.clear()
         half = len(most) // 2
         if any(a + b != 255 for a, b in zip(most[:half], most[half:])):
-            raise RuntimeError(_differ(axis.all_gather_object([*met], "order"), axis))
+            told = axis.all_gather_object(([*met], written), "order")
+            orders, writes = zip(*told)
+            alike = all(order == orders[0] for order in orders)
+            raise RuntimeError(_written_apart(writes, axis) if alike else _differ(orders, axis))
 
     def ask(self, axis: Axis) -> None:
         """`told` and `compare` in a message of their own. All ranks of ``axis`` must call it."""
         mine = self.told()
         self.compare(agreed(axis.all_reduce_(torch.tensor(mine, dtype=torch.uint8), "order", "max"), mine, axis), axis)
+
+
+def _written_apart(writes: Sequence[Sequence[Write]], axis: Axis) -> str:
+    counts = [Counter(own) for own in writes]
+    other = next(i for i, own in enumerate(counts) if own != counts[0])
+    first = min((counts[0] - counts[other]) + (counts[other] - counts[0]))
+    return (
+        f"{first.line}: ranks {axis.ranks[0]} and {axis.ranks[other]} do not write the same to {first.name}: "
+        "data_parallel='fsdp' stores weights in parts over these ranks, and would keep parts of what each has written. "
+        "What is written to weights must be alike on all replicas, whatever their batches hold: take the mean over "
+        "replicas, as by `self.all_gather(x).mean(0)`, before it is written, or keep it in a buffer."
+    )
 
 
 def _differ(orders: Sequence[Sequence[str]], axis: Axis) -> str:

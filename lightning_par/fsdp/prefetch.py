@@ -128,8 +128,11 @@ class Prefetch(Gathering):
             return leaf(x)  # what may be gathered of it sums its gradient into that
         return leaf(self._kept[id(x)][True, leaf(x).dtype].used)
 
-    def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
-        """Forget what was gathered of weights that share memory with ``targets``."""
+    def about_to_write(self, targets: Sequence[ShardedTensor], given: Sequence[Any]) -> None:
+        """Forget what was gathered of weights that share memory with ``targets``, and note what they are ``given``."""
+        if given:
+            for x in targets:
+                self._note_write(x, given)
         memories = {memory_of(x._local) for x in targets}
         self.blocks.written(memories)
         known = (next(iter(uses.values())).weight for uses in self._kept.values())
@@ -137,6 +140,13 @@ class Prefetch(Gathering):
         if not self._throughout.isdisjoint(written):
             _refuse_write()
         self.let_go(written.values())
+
+    def _note_write(self, x: ShardedTensor, given: Sequence[Any]) -> None:
+        """Of what shares memory with a weight, as `weight.data` does, the weight is known where it is in a block."""
+        weight = x if isinstance(x, Stored) else next(iter(self.blocks.weights_of([x])), None)
+        axis: Any = x._axis if weight is None else weight._peers
+        if not axis.dry:  # in a dry run there are no values
+            axis.order.note_write("a weight" if weight is None else repr(weight._name), user_line(), given)
 
     def has_written(self, targets: Sequence[ShardedTensor]) -> None:
         self.blocks.has_written(targets)

@@ -137,9 +137,16 @@ class Stored(ShardedTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if not isinstance(value, ShardedTensor):
+            self.note_write(value)
         ShardedTensor.data.__set__(self, value)  # type: ignore[attr-defined]
         if self._peers.gathering is not None:
             self._peers.gathering.has_moved(self)
+
+    def note_write(self, value: Tensor) -> None:
+        """User code has written the plain ``value`` to it, of which this rank keeps a part."""
+        if not self._peers.dry:  # in a dry run there are no values
+            self._peers.order.note_write(repr(self._name), user_line(), [value])
 
     def look_at_gradient(self, frame: types.FrameType) -> None:
         super().look_at_gradient(frame)

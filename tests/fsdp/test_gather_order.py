@@ -82,7 +82,7 @@ class _Others:
         self.other = other
 
     def all_gather_object(self, mine: Any, purpose: str) -> list[Any]:
-        return [mine, [*self.other._met]]
+        return [mine, ([*self.other._met], self.other._written())]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Copy:
         if held is not None and source is not None:
             with self._mode():
                 new = innermost(self.make(unseen(source) if quiet or self.apart else source))
-                _about_to_write(framed(held, self.frames))
+                _about_to_write(framed(held, self.frames), [])
                 (held.data if quiet or self.apart else held).copy_(new)
 
     def give(self, quiet: bool) -> None:
@@ -84,7 +84,7 @@ class Copy:
             return
         with self._mode():
             local = framed(held.data if quiet or self.apart else held, self.frames)
-            _about_to_write(source)
+            _about_to_write(source, [held.detach()])
             self.put(unseen(source) if quiet or self.apart else source, local)
 
     def _is_wanted(self, here: bool, device: torch.device) -> bool:
@@ -125,12 +125,12 @@ class Copy:
         return torch.no_grad() if self.apart else contextlib.nullcontext()
 
 
-def _about_to_write(x: Any) -> None:
-    """What was gathered of a stored weight is not what it will be."""
+def _about_to_write(x: Any, given: list[Tensor]) -> None:
+    """What was gathered of a stored weight is not what it will be, which is made of what is ``given``."""
     from lightning_par.sharded.rules import stored_weights
 
     if hasattr(x, "positions") and x.axis.stores:
-        stored_weights.gathering_of(x).about_to_write([x])
+        stored_weights.gathering_of(x).about_to_write([x], given)
 
 
 def unseen(source: Any) -> Any:

@@ -42,8 +42,9 @@ class Gathering:
         """The whole weight, in its own precision or the one that is given."""
         raise NotImplementedError
 
-    def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
-        """Told of weights, or aliases of them, that are about to be written to in parts."""
+    def about_to_write(self, targets: Sequence[ShardedTensor], given: Sequence[Any]) -> None:
+        """Told of weights, or aliases of them, that are about to be written to in parts, and of what the function is
+        ``given`` beside weights: tensors and numbers."""
         raise NotImplementedError
 
     def has_written(self, targets: Sequence[ShardedTensor]) -> None:
@@ -124,7 +125,7 @@ def run(func: Any, args: Any, kwargs: Any, otherwise: Callable[[Any, Any, Any], 
     if not targets:
         return _with_whole(func, args, kwargs, found).run()
     gathering = gathering_of(targets[0])
-    gathering.about_to_write(targets)
+    gathering.about_to_write(targets, [x for x in tree_leaves((args, kwargs)) if _is_plain(x)])
     stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
     if len(stays) == len(found):
         result = otherwise(func, args, kwargs)
@@ -164,6 +165,10 @@ def _low(name: str, x: Tensor) -> torch.dtype | None:
     if name not in LOWERED or not torch.is_autocast_enabled(kind) or not x.is_floating_point():
         return None
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, float | int | Tensor) and not isinstance(x, ShardedTensor)
 
 
 def _lies_as(x: ShardedTensor, target: ShardedTensor) -> bool:
