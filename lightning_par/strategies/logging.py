@@ -29,7 +29,7 @@ def reduce_over_axis(tensor: Tensor, axis: Axis, op: Any) -> Tensor:
     Raises:
         ValueError: ``op`` is none of these.
     """
-    name = _op_name(op)
+    name = op_name(op)
     if axis.size == 1:
         return tensor
     whole = axis.all_reduce_(tensor.contiguous(), "log", _VERBS[name])
@@ -42,7 +42,8 @@ def reduce_over_group(tensor: Tensor, group: Any, op: Any) -> Tensor:
     return reduce_over_axis(tensor, Axis("user", ranks, dist.get_rank(group), group), op)
 
 
-def _op_name(op: Any) -> str:
+def op_name(op: Any) -> str:
+    """See `reduce_over_axis`."""
     # A ReduceOp prints as <RedOpType.SUM: 0>; its members can't be looked up by name in every release.
     name = "sum" if op is None else op if isinstance(op, str) else str(op).split(".")[-1].split(":")[0]
     if name.lower() not in _VERBS:

@@ -15,7 +15,9 @@ from lightning_par.hang_report.settings import Asked
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.mesh.network import Joined, meet
 from lightning_par.mesh.rendezvous import Address, uses_agent_store
+from lightning_par.mesh.replicas import of_all_replicas
 from lightning_par.optim.gradient_sync import GradientSync
+from lightning_par.pipeline.effects.all_gather import all_gather, reduced
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import Compiler
 from lightning_par.private.lightning_modules import trainer_of, uncompile
@@ -30,7 +32,7 @@ from lightning_par.strategies.device_counts import DeviceCountsMixin
 from lightning_par.strategies.grace import GracePeriod, check_grace_period
 from lightning_par.strategies.hang_watch import HangWatchMixin
 from lightning_par.strategies.launch import StartMethod
-from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
+from lightning_par.strategies.logging import op_name, reduce_over_axis, reduce_over_group
 from lightning_par.strategies.namespace import OTHER, Namespace
 from lightning_par.strategies.parts import Parts, Wanted
 from lightning_par.strategies.preemption import Preemption
@@ -241,6 +243,8 @@ class RanksMixin(DeviceCountsMixin, HangWatchMixin):
         if not isinstance(tensor, Tensor):
             return tensor
         self._meet_after_exception()
+        if Run.current is not None and group is None:  # within a step of a pipeline
+            return reduced(tensor, op_name(reduce_op).replace("avg", "mean"))
         if group is not None:
             return reduce_over_group(tensor, group, reduce_op)
         return reduce_over_axis(tensor, self.groups.data, reduce_op)
@@ -251,9 +255,9 @@ class RanksMixin(DeviceCountsMixin, HangWatchMixin):
         `LightningModule.all_gather` names the group of all processes where the user names none.
         """
         if group is None or group is dist.group.WORLD:
-            if self.groups.data.size == 1:
-                return tensor
-            group = self.groups.data.group
+            if Run.current is not None:  # within a step of a pipeline
+                return all_gather(tensor, sync_grads=sync_grads)  # type: ignore[no-any-return]
+            return tensor if self.groups.data.size == 1 else of_all_replicas(tensor, self.groups.data, sync_grads)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def barrier(self, name: str | None = None) -> None:

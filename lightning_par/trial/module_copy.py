@@ -19,7 +19,9 @@ from lightning_par.private.modes import no_modes
 from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.private.trainer import is_dummy_experiment
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.packed_parameters import is_packed
+from lightning_par.sharded.run_state import RunState
 from lightning_par.trial.held_by_trainer import CONTAINERS, HELD, LOADERS, set_apart, with_data_apart
 from lightning_par.trial.trainer_stand_ins import HeldLogger, Optimizers, Stand
 
@@ -261,9 +263,15 @@ def _silence(copy_of_module: Any, optimizers: Optimizers, loggers: list[Stand]) 
     body["logger"], body["loggers"] = loggers[0], loggers
     body["optimizers"] = lambda self, *args, **kwargs: _one_or_all(optimizers.optimizers)
     body["lr_schedulers"] = lambda self: _one_or_all(optimizers.schedules) or None
-    body["all_gather"] = lambda self, data, *args, **kwargs: data
+    body["all_gather"] = lambda self, data, *args, **kwargs: map_tensors(_of_copies, data)
     kind = type(copy_of_module)
     copy_of_module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
+
+
+def _of_copies(x: Tensor) -> Tensor:
+    """``x`` of each copy of the model, all of which are taken to have what this one has."""
+    copies = RunState.current.copies_of_model
+    return x if copies is None or copies.size == 1 else torch.stack([x] * copies.size)
 
 
 def _one_or_all(found: list[Any]) -> Any:

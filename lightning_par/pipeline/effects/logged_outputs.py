@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_par.pipeline.effects.all_gather import all_gather
 from lightning_par.pipeline.effects.console import Hearing, Said, SayingCall, heard_of_module, hearing_loggers, hushed
 from lightning_par.pipeline.run.located import Run, no_events
 from lightning_par.private.lightning_modules import trainer_of
@@ -144,7 +145,7 @@ def _as_it_is(value: Tensor) -> Tensor:
 @contextlib.contextmanager
 def silent(module: nn.Module) -> Iterator[None]:
     """What ``module`` logs and what is said inside is dropped."""
-    methods = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "all_gather": _of_one_replica(module)}
+    methods = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "all_gather": all_gather}
     with Replaced(module, methods), hushed(), hearing_loggers(_trainer(module), _nothing):
         yield
 
@@ -158,7 +159,7 @@ def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 def heard_from(module: nn.Module, recorder: Recorder) -> Replaced:
     """Around what ``module`` logs, which goes to the ``recorder``; may be entered many times."""
-    return Replaced(module, {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)})
+    return Replaced(module, {"log": recorder.log, "print": recorder.print, "all_gather": all_gather})
 
 
 @contextlib.contextmanager
@@ -186,21 +187,6 @@ class Replaced(contextlib.AbstractContextManager[None]):
         for name in self._methods:
             attributes.pop(name, None)
         attributes.update(self._before)
-
-
-def _of_one_replica(module: nn.Module) -> Callable[..., Any]:
-    """``self.all_gather`` within a step, which runs several times on every rank."""
-
-    def all_gather(data: Any, *args: Any, **kwargs: Any) -> Any:
-        trainer = _trainer(module)
-        if trainer is not None and trainer.strategy.groups.data.size > 1:
-            raise NotImplementedError(
-                "self.all_gather within a step of a pipeline with several replicas: log with sync_dist=True, or gather "
-                "what the step returned in on_train_batch_end or on_validation_batch_end."
-            )
-        return data
-
-    return all_gather
 
 
 def _trainer(module: nn.Module) -> Any:

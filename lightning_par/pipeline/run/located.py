@@ -35,6 +35,7 @@ class Run(TorchFunctionMode):
     """
 
     current: Run | None = None
+    is_trial = False
 
     def __init__(self) -> None:
         super().__init__()

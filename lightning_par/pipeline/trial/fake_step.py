@@ -56,6 +56,7 @@ class FakeRun(CallTree, Run):
     """
 
     untried: list[str] | None = None
+    is_trial = True
 
     def __init__(self, mode: FakeTensorMode, axis: MicrobatchAxis | None) -> None:
         super().__init__()

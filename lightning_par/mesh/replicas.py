@@ -1,0 +1,44 @@
+"""What all replicas have of one value, along a new first dim, as ``self.all_gather`` hands it out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from lightning_par.mesh.axis import Axis
+
+PURPOSE = "all_gather"
+
+
+def of_all_replicas(x: Tensor, axis: Axis, sync_grads: bool) -> Tensor:
+    """``x`` of each rank along ``axis``, in rank order; all of them must call it.
+
+    torch's own, `torch.distributed.nn.functional.all_gather`, fails in a backward over gloo where the ranks are not all
+    there are.
+
+    Args:
+        x: alike in shape on all ranks.
+        axis: of the replicas.
+        sync_grads: whether gradients go back to where each was gathered from, as sums over the ranks.
+
+    Example::
+
+        z = of_all_replicas(z_BD, groups.data, sync_grads=True).flatten(0, 1)  # of all batches
+    """
+    if has_torch_function_unary(x):  # in parts: a function with no rule of its own gets it whole
+        return handle_torch_function(of_all_replicas, (x,), x, axis, sync_grads)  # type: ignore[no-any-return]
+    return _OfAll.apply(x if sync_grads else x.detach(), axis)  # type: ignore[no-any-return]
+
+
+class _OfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.all_gather(x, PURPOSE)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.axis.reduce_scatter([*grad.unbind()], PURPOSE), None

@@ -1,0 +1,115 @@
+"""``self.all_gather`` in a pipeline's step goes over the replicas: to each stage as to one that has the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_par import HybridParallelStrategy
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+
+C, SAMPLES = 6, 12
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "data": ({"data_parallel_size": 2}, 2),
+    "tensor": ({"data_parallel_size": 2, "tensor_parallel_size": 2}, 4),
+    "pipeline": ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, 4),
+    "pipeline-zbv": ({"data_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "zbv"}, 4),
+    "pipeline-fsdp": ({"data_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel": "fsdp"}, 4),
+    "pipeline-tensor": ({"data_parallel_size": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 8),
+    "placement": (
+        {"data_parallel_size": 2, "placement": {"layers.0": 0, "layers.2": 1, "layers.4": 1, "layers.5": 0}},
+        4,
+    ),
+}
+
+
+class Contrastive(LightningModule):
+    """Its negatives are those of all replicas; with ``grads``, gradients go back to where these come from."""
+
+    def __init__(self, grads: bool) -> None:
+        super().__init__()
+        self.grads = grads
+        self.layers = nn.Sequential(
+            nn.Linear(C, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, C)
+        )
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        given = self.all_gather(batch).reshape(-1, C)
+        hidden = self.layers[:2](batch)
+        z = F.normalize(self.layers[2:](hidden), dim=1)
+        all_hidden = self.all_gather(hidden, sync_grads=self.grads).flatten(0, 1)
+        all_z = self.all_gather({"z": z}, sync_grads=self.grads)["z"].reshape(-1, C)
+        own = batch @ given.T > 0.5
+        self.log("largest", self.all_gather(z.detach().abs().max()).max(), reduce_fx="max")
+        self.log("reduced", self.trainer.strategy.reduce(z.detach().abs().mean()))
+        return (z @ all_z.T - own.to(z.dtype)).square().mean() + (hidden * all_hidden.mean(0)).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self._loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def _train(layout: dict[str, Any], devices: int, grads: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    seed_everything(0, verbose=False)
+    data = torch.randn(SAMPLES, C, dtype=torch.float64)
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=HybridParallelStrategy(**layout), max_epochs=2,
+        precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module = Contrastive(grads)
+    trainer.fit(module, DataLoader(data, batch_size=3), DataLoader(data, batch_size=3))
+    logged = {name: x.detach().clone() for name, x in trainer.callback_metrics.items()}
+    weights = trainer.strategy.lightning_module_state_dict()  # all of them on the first rank
+    return {name: x.clone() for name, x in weights.items()}, logged
+
+
+def _by_hand(grads: bool) -> dict[str, Tensor]:
+    """What two copies of the model come to, with the samples that Lightning gives each."""
+    seed_everything(0, verbose=False)
+    data = torch.randn(SAMPLES, C, dtype=torch.float64)
+    module = Contrastive(grads).double()
+    samplers = [DistributedSampler(data, 2, replica, seed=0) for replica in range(2)]  # type: ignore[arg-type]
+    for epoch, step in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        batches = [data[[*sampler]][3 * step : 3 * step + 3] for sampler in samplers]
+        wanted = [(x @ torch.cat(batches).T > 0.5).double() for x in batches]
+        hidden = [module.layers[:2](x) for x in batches]
+        zs = [F.normalize(module.layers[2:](x), dim=1) for x in hidden]
+        all_z, all_hidden = (torch.cat(x) if grads else torch.cat(x).detach() for x in (zs, hidden))
+        loss = sum((z @ all_z.T - own).square().mean() for z, own in zip(zs, wanted)) / 2
+        loss = loss + sum((x * all_hidden.mean(0)).mean() for x in hidden) / 2
+        module.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        with torch.no_grad():
+            for p in module.parameters():
+                p -= 0.5 * p.grad  # type: ignore[operator]
+    return module.state_dict()
+
+
+@slow(but=["pipeline-True", "pipeline-fsdp-False", "data-True"])
+@pytest.mark.parametrize("grads", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replicas_gather_of_one_another(pool: Pool, name: str, grads: bool) -> None:
+    layout, devices = LAYOUTS[name]
+    expected = _by_hand(grads)
+    _, logged = pool.run(2, _train, LAYOUTS["data"][0], 2, grads)[0]
+    found = pool.run(devices, _train, layout, devices, grads)
+    torch.testing.assert_close(found[0][0], expected, rtol=0, atol=1e-12)
+    for _, values in found:
+        torch.testing.assert_close(values, logged, rtol=0, atol=1e-12)
