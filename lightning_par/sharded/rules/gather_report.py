@@ -16,7 +16,8 @@ from lightning_par.sharded.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
-_INNER = sys.stdlib_module_names | {"torch", "lightning_par"}  # as `copy.deepcopy`, `functools.reduce`
+_INNER = sys.stdlib_module_names | {"torch", "lightning_par", "lightning_utilities"}  # as `copy.deepcopy`
+_METHODS = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  # which user code calls
 
 
 def on_gather(func: Any, views: list[ShardedTensor]) -> None:
@@ -40,11 +41,12 @@ def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None
 
 
 def user_line() -> str:
-    """``file:line`` of the innermost frame outside torch, Python's own library and this package."""
+    """``file:line`` of the innermost frame outside torch, Python's own library, this package and a LightningModule's own
+    methods."""
     frame = sys._getframe(1)
     while frame is not None:
-        module, _, _ = frame.f_globals.get("__name__", "").partition(".")
-        if module not in _INNER:
+        name = frame.f_globals.get("__name__", "")
+        if name not in _METHODS and name.partition(".")[0] not in _INNER:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "an unknown line"

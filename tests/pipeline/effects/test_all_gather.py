@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_par import HybridParallelStrategy
+from lightning_par import HybridParallelStrategy, dry_run, ledger
+from lightning_par.mesh.replicas import PURPOSE
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
@@ -113,3 +114,37 @@ def test_replicas_gather_of_one_another(pool: Pool, name: str, grads: bool) -> N
     torch.testing.assert_close(found[0][0], expected, rtol=0, atol=1e-12)
     for _, values in found:
         torch.testing.assert_close(values, logged, rtol=0, atol=1e-12)
+
+
+class _Second(Callback):
+    """What this rank sends of what is gathered, in its second step."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.open = ledger()
+            self.moved = self.open.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.open.__exit__(None, None, None)
+
+
+def _sent(layout: dict[str, Any], devices: int) -> tuple[float, int]:
+    second = _Second()
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=HybridParallelStrategy(**layout), max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[second],
+    )  # fmt: skip
+    trainer.fit(Contrastive(True), DataLoader(torch.randn(SAMPLES, C), batch_size=3))
+    found = [x.sent for x in second.moved.transfers if (x.axis, x.purpose) == ("data", PURPOSE)]
+    return sum(found), len(found)
+
+
+@slow(but=["pipeline"])
+@pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "placement"])
+def test_a_dry_run_counts_what_is_gathered(pool: Pool, name: str) -> None:
+    layout, devices = LAYOUTS[name]
+    for rank, (sent, messages) in enumerate(pool.run(devices, _sent, layout, devices)):
+        dried = dry_run(lambda: Contrastive(True), torch.randn(3, C), layout, devices=devices, rank=rank)
+        assert dried.sent["data", PURPOSE] == sent > 0
+        assert sum(count for key, count in dried.messages.items() if key[:2] == ("data", PURPOSE)) == messages
