@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_par.mesh.positions import Positions
-from lightning_par.sharded.whole_draws import WholeDraws
+from lightning_par.sharded.whole_draws import CutDraw, WholeDraws
 
 Draws = Literal["per_shard", "one_device"]
 DRAWS: tuple[Draws, ...] = get_args(Draws)
@@ -42,7 +42,8 @@ class Streams:
 
     Attributes:
         whole: whether a sharded draw is one device's, cut.
-        parts: where somebody listens, of what is drawn for parts: along which dim, and by which positions.
+        parts: where somebody listens, of what is drawn for parts: along which dim, by which positions, and the strides
+            of the whole where they are known.
         unit: what draws within the module of a pipeline that runs, on a microbatch; None elsewhere.
         drawn_in_unit: how many functions have drawn within it.
         asked: whether somebody has asked where the shared generators stand; see
@@ -54,7 +55,7 @@ class Streams:
     event: int = 0
     in_step: bool = False
     whole: bool = False
-    parts: list[tuple[int, Positions]] | None = None
+    parts: list[CutDraw] | None = None
     unit: Any = None
     drawn_in_unit: int = 0
     asked: bool = False
@@ -90,7 +91,7 @@ class Streams:
         if device.type == "meta":
             return contextlib.nullcontext()
         if self.parts is not None:
-            self.parts.append((dim, positions))
+            self.parts.append((dim, positions, None if lies is None else lies[1]))
         return WholeDraws(dim, positions, shard, lies) if self.whole else self.draw(shard, device)
 
     @contextlib.contextmanager

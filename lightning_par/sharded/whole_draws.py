@@ -23,6 +23,9 @@ from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
 from lightning_par.private.operators import schema_of
 from lightning_par.sharded.functions import FILLS, operator_of
 
+CutDraw = tuple[int, Positions, "tuple[int, ...] | None"]
+"""What is drawn for parts: along which dim, by which positions, and the strides of the whole where they are known."""
+
 
 def draws(operator: Any) -> bool:
     """Whether an operator draws random numbers."""

@@ -17,6 +17,7 @@ from lightning_par.pipeline.program.event_draws import DRAWING, OfBatch, PartDra
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.private.fake_tensors import active_fakes
+from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.random_streams import Streams
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
@@ -182,11 +183,13 @@ class PartDraws(TorchFunctionMode):
             raise OtherDrawsError(f"`{name}` at {user_line()}")
         own = kwargs.get("generator")
         with contextlib.nullcontext() if own is None else self.draws.kept((self.event, number), own):
-            with self._drawing(number, part):
+            with self._drawing(number, part, next((x.shape for x in tensors_in((args, kwargs))), None)):
                 return func(*args, **kwargs)
 
-    def _drawing(self, number: int, part: PartDrawn) -> contextlib.AbstractContextManager[Any]:
-        """Around a function that draws: the first microbatch draws for all."""
+    def _drawing(
+        self, number: int, part: PartDrawn, shape: torch.Size | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around a function that draws for a tensor of ``shape``: the first microbatch draws for all."""
         kept, place = self.draws.memo.of_functions, (self.event, number)
         first = place not in kept
         if first:
@@ -199,7 +202,9 @@ class PartDraws(TorchFunctionMode):
             return contextlib.nullcontext()
         if own is not None:
             return Retold(part.dim, part.positions, self.rank, own)
-        return Noting(part.dim, part.positions, self.rank, kept[place], self.count if first else 0)
+        noting = Noting(part.dim, part.positions, self.rank, kept[place], self.count if first else 0)
+        noting.lies = None if shape is None or part.strides is None else (shape, part.strides)
+        return noting
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -150,11 +150,13 @@ class PartDrawn(NamedTuple):
         name: the function.
         dim: along which it is a part, None where all microbatches have the same numbers.
         positions: of the microbatches.
+        strides: of the batch's tensor, in whose memory numbers are drawn in order; None where they are not known.
     """
 
     name: str
     dim: int | None
     positions: Positions | None
+    strides: tuple[int, ...] | None
 
 
 @dataclass

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.event_draws import (
     DRAWING,
     DrawLog,
@@ -27,6 +26,7 @@ from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import READS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.whole_draws import CutDraw
 
 
 class DrawnNumbers:
@@ -36,7 +36,7 @@ class DrawnNumbers:
         any: whether the event that runs draws from the global generators.
         drawn: by the event that runs, on one device.
         owned: whether it drew from a generator of the user's.
-        places: of what the last function drew for parts: along which dim, and by which positions.
+        places: of what the last function drew for parts.
         parts: of what functions within the unit that runs draw for microbatches.
     """
 
@@ -44,7 +44,7 @@ class DrawnNumbers:
         self.any = False
         self.drawn: list[Drawn] = []
         self.owned = False
-        self.places: list[tuple[int, Positions]] = []
+        self.places: list[CutDraw] = []
         self.parts: tuple[PartDrawn, ...] = ()
         self._unit: str | None = None
         self._stood: States | None = None

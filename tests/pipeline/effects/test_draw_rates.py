@@ -48,10 +48,32 @@ class Rising(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def _fit(when: str, microbatches: int) -> Any:
+class Turned(nn.Module):
+    """Hands out a view in whose memory the samples of a batch lie side by side, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned: Tensor = self.drop(self.layer(x.view(-1, 2, 4).transpose(0, 1)).transpose(0, 1))
+        return turned.reshape(-1, 8)
+
+
+class RisingTurned(Rising):
+    def __init__(self, when: str) -> None:
+        super().__init__(when)
+        self.net = nn.Sequential(*[Turned() for _ in range(4)])
+
+    def rise(self, rate: float) -> None:
+        for layer in self.net:
+            layer.drop.p = rate  # type: ignore[union-attr, assignment]
+
+
+def _fit(when: str, microbatches: int, kind: type[Rising] = Rising) -> Any:
     torch.manual_seed(0)
     strategy = partial(PipelineParallelStrategy, microbatches=microbatches, draws="one_device")
-    return trained(Rising(when), DataLoader(DATA, batch_size=4), strategy, max_epochs=2)  # type: ignore[arg-type]
+    return trained(kind(when), DataLoader(DATA, batch_size=4), strategy, max_epochs=2)  # type: ignore[arg-type]
 
 
 @slow("1-epoch", "2-batch")
@@ -59,6 +81,10 @@ def _fit(when: str, microbatches: int) -> Any:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_rate_that_hooks_raise_from_zero_draws_as_one_device_does(when: str, microbatches: int, pool: Pool) -> None:
     check(pool, _fit, when, microbatches)
+
+
+def test_of_one_sample_too_numbers_are_drawn_as_the_batch_lies_in_memory(pool: Pool) -> None:
+    check(pool, _fit, "epoch", 4, RisingTurned)
 
 
 def test_a_rate_that_the_step_raises_from_zero_is_told_where_to_set_it(pool: Pool) -> None:

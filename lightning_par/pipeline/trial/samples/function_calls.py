@@ -19,6 +19,7 @@ from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
 from lightning_par.sharded.functions import BY_ENTRY, DRAWS_EACH, OVERWRITES, PRECISIONS, SIZED
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.whole_draws import CutDraw
 
 _ROWS_APART = BY_ENTRY | OVERWRITES | PRECISIONS | SIZED | DRAWS_EACH
 
@@ -31,13 +32,13 @@ class Called:
         func: the function.
         given: its arguments: numbers and words as they are, tensors by where they came from.
         made: of each tensor that it returned, the shape, and whether that is of a part of the samples.
-        parts: of what it drew for a part of the samples: along which dim, and by which positions.
+        parts: of what it drew for a part of the samples.
     """
 
     func: Any
     given: tuple[Any, ...]
     made: tuple[tuple[tuple[int, ...], bool], ...]
-    parts: tuple[tuple[int, Positions], ...] = ()
+    parts: tuple[CutDraw, ...] = ()
 
     @property
     def name(self) -> str:
@@ -70,7 +71,7 @@ class Trace:
         self._known: dict[int, Any] = {id(x): ("given", n) for n, x in enumerate(inputs)}
         self._kept: list[Any] = [inputs]  # ids stay valid as long as the objects live
 
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any, parts: Iterable[tuple[int, Positions]] = ()) -> None:
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any, parts: Iterable[CutDraw] = ()) -> None:
         """``func`` was called; it drew ``parts``."""
         given = tuple(self._name(x) for x in tree_leaves((args, kwargs)))
         results = tensors_in(result)
@@ -120,10 +121,10 @@ class Trace:
                 differ = [d for d, (a, b) in enumerate(zip(shape, part)) if a != b]
                 if differ and ((shape[differ[0]], part[differ[0]]) != (samples, own) or len(differ) > 1):
                     raise SamplesMixError(f"`{call.name}` draws {shape} for a batch, of which no dim is its samples")
-                places.update((d, positions) for d in differ)
+                places.update((d, positions, None) for d in differ)
             if len(places) > 1:
                 raise SamplesMixError(f"`{call.name}` draws several times for the samples of a batch")
-            found.append(PartDrawn(call.name, *(places.pop() if places else (None, None))))
+            found.append(PartDrawn(call.name, *(places.pop() if places else (None, None, None))))
         return tuple(found)
 
     def agrees(self, plain: Trace, samples: int, own: int) -> bool:
