@@ -32,6 +32,7 @@ from lightning_par.sharded.rules.gather_report import on_send
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 _SMALL = 4096  # entries of tensors that travel together
+_WITH_NUMBERS = tuple(f"_foreach_{name}{behind}" for name in ("addcdiv", "addcmul") for behind in ("", "_"))
 _STAY = (Effect.BY_ELEMENT, Effect.NEW, Effect.READS, Effect.VIEWS)
 
 
@@ -237,6 +238,7 @@ class FollowingStages(Following):
         n = len(args[0])
         named = list(kwargs)
         given = [*args, *kwargs.values()]
+        given = [x.tolist() if _numbers_of_lists(function, x, n) else x for x in given]
         lists = [isinstance(x, (list, tuple)) and len(x) == n for x in given]
         sent = self._sent(func, [x for x, is_list in zip(given, lists) if not is_list], None)
         homes: list[Place | None] = []
@@ -261,6 +263,11 @@ class FollowingStages(Following):
         if function.writes:  # torch returns what it wrote into
             return args[0] if function.name.startswith("_foreach_") else None
         return results
+
+
+def _numbers_of_lists(function: Function, x: Any, n: int) -> bool:
+    """Whether a tensor has a number for each of a list's ``n`` tensors, as `torch._foreach_addcdiv` may be given."""
+    return function.name in _WITH_NUMBERS and isinstance(x, Tensor) and x.shape == (n,) and place_of(x) is None
 
 
 def _home(function: Function, args: Any, kwargs: Any, places: set[Place]) -> Place | None:

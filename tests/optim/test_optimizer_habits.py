@@ -301,7 +301,7 @@ def takes_lists(o: Any, _: Any) -> None:
         ms = torch._foreach_lerp_(ms, gs, 0.1)  # returns what it wrote into
         denominators = torch._foreach_sqrt(torch._foreach_mul(ms, ms))
         torch._foreach_add_(denominators, 1e-3)
-        torch._foreach_addcdiv_(ps, ms, denominators, value=-0.1)
+        torch._foreach_addcdiv_(ps, ms, denominators, torch.full((len(ps),), -0.1, dtype=torch.float64))
         torch._foreach_mul_(ps, [0.9] * len(ps))
 
 

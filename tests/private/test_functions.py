@@ -9,13 +9,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.private.functions import assert_async, mask_is_left_aligned
+from lightning_par.private.functions import CHECK, assert_async, mask_is_left_aligned
 
 
 def test_a_tensor_that_is_false_fails() -> None:
     assert_async(torch.tensor(True), "a message")
     with pytest.raises(RuntimeError, match="a message"):
         assert_async(torch.tensor(False), "a message")
+
+
+def test_torch_has_the_function_that_traces_an_assert() -> None:
+    check = getattr(torch, CHECK)
+    check(torch.tensor(True), "a message")
+    with pytest.raises(AssertionError, match="a message"):
+        check(torch.tensor(False), "a message")
 
 
 def test_an_encoder_asks_whether_its_mask_is_left_aligned() -> None:

@@ -223,8 +223,9 @@ def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
     return None if name in ("__setitem__", "__set__") else x
 
 
-def _write_those_here(func: Any, args: Any, kwargs: Any) -> None:
-    """Run an in-place function of lists for the gradients that are here."""
+def _write_those_here(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an in-place function of lists for the gradients that are here; returns them all, as torch does."""
+    written = args[0]
     absent = [isinstance(x, Gradient) and x.here is None for x in args[0]]
     first = [x.here if isinstance(x, Gradient) else x for x in args[0]]
 
@@ -238,6 +239,7 @@ def _write_those_here(func: Any, args: Any, kwargs: Any) -> None:
         with owner.unseen():
             func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
     owner.replicas.refresh()
+    return written
 
 
 def _wholes(value: Any) -> Any:

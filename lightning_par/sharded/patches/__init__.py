@@ -11,6 +11,7 @@ them: `lightning_par.sharded.patches.installed`.
     tensor_data: ``x.data = value``
     subclasses: ``x.as_subclass(kind)``
     variables: ``torch.autograd.Variable(x)``
+    asserts: ``torch._assert(x, message)``
     tensor_grad: ``x.grad``
     looked_at_gradients: ``x.grad``, while gradients are not what one device has
     module_hooks: full backward hooks of modules
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 def _for_sharded_tensors() -> Iterable[Patch]:
     from lightning_par.sharded.patches import (
+        asserts,
         autograd_functions,
         checkpointing,
         module_hooks,
@@ -54,7 +56,7 @@ def _for_sharded_tensors() -> Iterable[Patch]:
     )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch(), subclasses.patch(), variables.patch(), _compiled_graphs()  # fmt: skip
+        module_hooks.patch(), subclasses.patch(), variables.patch(), asserts.patch(), _compiled_graphs()  # fmt: skip
 
 
 def _for_stored_weights() -> Iterable[Patch]:

@@ -35,6 +35,9 @@ class Autoencoder(pl.LightningModule):
         elif self.kind == "asserted":
             assert mean.abs().max() < self.limit, "the mean is too large"
             z = mean + spread
+        elif self.kind == "torch's assert":
+            torch._assert(mean.abs().max() < self.limit, "the mean is too large")
+            z = mean + spread
         elif self.kind == "exits":
             if mean.abs().max() > self.limit:
                 sys.exit(3)
@@ -79,8 +82,8 @@ def _trained(kind: str, world: int, limit: float = 1e9) -> Any:
     return {name: x.clone() for name, x in model.state_dict().items()}, trainer.callback_metrics["loss"]
 
 
-@slow(but=["validated", "exits"])
-@pytest.mark.parametrize("kind", ["validated", "asserted", "exits"])
+@slow(but=["validated", "exits", "torch's assert"])
+@pytest.mark.parametrize("kind", ["validated", "asserted", "exits", "torch's assert"])
 def test_the_stage_that_has_the_value_checks_it(pool: Pool, kind: str) -> None:
     (expected,) = pool.run(1, _trained, kind, 1)
     for got in pool.run(2, _trained, kind, 2):
@@ -98,6 +101,7 @@ def test_what_fails_the_check_ends_the_run(pool: Pool) -> None:
     ("kind", "limit", "message"),
     [
         ("told", 1e-9, "AssertionError: the mean is 0."),
+        ("torch's assert", 1e-9, "AssertionError: the mean is too large"),
         ("found wrong", 1e9, "ValueError: Expected parameter scale"),
     ],
 )
