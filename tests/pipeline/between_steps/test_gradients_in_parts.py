@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
@@ -27,6 +28,8 @@ class Reads(Net):
             self.seen += [p.grad.abs().max(), p.grad.view(-1)[:3].clone(), p.grad.cpu().flatten().sort().values]
             p.grad[0] = p.grad[-1] * 2
             p.grad.view(-1).mul_(0.5)
+        halves = torch._foreach_mul_([p.grad for p in self.parameters()], 0.5)
+        self.seen += [x.abs().max() for x in halves]  # what it wrote into
 
 
 class Hooked(Net):
