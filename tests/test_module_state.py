@@ -56,7 +56,7 @@ CHANGING = {
     "sharded/patches/__init__.py COLLECTIVES": "",
     "sharded/patches/__init__.py SYNC_ADVICE": "",
     "sharded/patches/__init__.py RESUME_ADVICE": "",
-    "sharded/patches/__init__.py METRICS": "",
+    "sharded/patches/__init__.py REPLICAS": "",
     "sharded/patches/__init__.py WORKER_SIGNALS": "",
     "sharded/patches/transforms.py TRANSFORMS": "what stands there, as long as it does",
 }

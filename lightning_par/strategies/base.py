@@ -104,7 +104,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         self._state.counted_processes = RunState.current.counted_processes  # in hooks that ran before
         self._state.begin()
         self._state.copies_of_model = self.groups.data
-        patches.METRICS.hold(self)
+        patches.REPLICAS.hold(self)
         wanted = self.wanted()
         self._state.streams.whole = wanted.draws == "one_device"
         self.parts = make_parts(self.groups, wanted, self.compiler)

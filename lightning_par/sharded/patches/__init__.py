@@ -22,6 +22,7 @@ them: `lightning_par.sharded.patches.installed`.
     kept_weights: ``nn.Module.register_parameter``
     device_counts: `Trainer.num_devices`
     metric_sync: ``torchmetrics.Metric.sync``
+    sync_batch_norms: ``nn.SyncBatchNorm.forward``
     dummy_experiments: what Lightning gives ranks that log nothing
     advice: warnings of Lightning's
     worker_signals: what workers of a ``DataLoader`` do about SIGTERM
@@ -119,10 +120,10 @@ def _for_resume_advice() -> Iterable[Patch]:
     return (Advice(RESUMABLE_LOADER),)
 
 
-def _for_metrics() -> Iterable[Patch]:
-    from lightning_par.sharded.patches import metric_sync
+def _for_replicas() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import metric_sync, sync_batch_norms
 
-    return (metric_sync.patch(),)
+    return metric_sync.patch(), sync_batch_norms.patch()
 
 
 def _for_workers() -> Iterable[Patch]:
@@ -158,8 +159,8 @@ SYNC_ADVICE = Patches(_for_sync_advice)
 RESUME_ADVICE = Patches(_for_resume_advice)
 """For runs that are resumed within an epoch."""
 
-METRICS = Patches(_for_metrics)
-"""For runs with processes that are no copies of the model."""
+REPLICAS = Patches(_for_replicas)
+"""What by itself goes over all processes: for runs with processes that are no copies of the model."""
 
 WORKER_SIGNALS = Patches(_for_workers)
 """For runs that end in good order when all processes of a job are told to."""
@@ -193,7 +194,7 @@ def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
         COLLECTIVES,
         SYNC_ADVICE,
         RESUME_ADVICE,
-        METRICS,
+        REPLICAS,
         WORKER_SIGNALS,
         experiments(namespace),
         replica_counts(namespace),

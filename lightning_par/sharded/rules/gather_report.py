@@ -41,8 +41,8 @@ def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None
 
 
 def user_line() -> str:
-    """``file:line`` of the innermost frame outside torch, Python's own library, this package and a LightningModule's own
-    methods."""
+    """``file:line`` of the innermost frame outside torch, Python's own library, this package, and the methods that a
+    LightningModule has of Lightning."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
