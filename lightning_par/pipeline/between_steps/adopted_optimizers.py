@@ -18,6 +18,20 @@ from lightning_par.private.optimizers import scheduler_marks
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 
+_REPLACED = "_replaced"
+"""The attribute of an adopted optimizer's `zero_grad` that has the one before."""
+
+
+def who_zeroes(optimizer: Any) -> Optimizer | None:
+    """The optimizer whose gradients a call of ``optimizer.zero_grad`` drops by torch's own code; None where other code
+    runs.
+
+    A wrapper may pass for an optimizer by its `__class__`, and have the method of the one within as an attribute.
+    """
+    method = optimizer.zero_grad
+    method = getattr(method, _REPLACED, method)
+    return method.__self__ if getattr(method, "__func__", None) is Optimizer.zero_grad else None
+
 
 class AdoptedOptimizers:
     """Optimizers whose steps see what is on this rank, and whose state user code sees of all stages.
@@ -67,6 +81,7 @@ class AdoptedOptimizers:
                 self._owner.replicas.refresh()
             return result
 
+        vars(forgetting)[_REPLACED] = zero_grad
         vars(plain_step).update(scheduler_marks(step))
         optimizer.step, optimizer.zero_grad = MethodType(plain_step, optimizer), forgetting
         self._optimizers += [one for one in with_inner(optimizer) if "state" in vars(one)]

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_par.pipeline.between_steps.adopted_optimizers import who_zeroes
+
 
 def spent_gradients(module: Any, optimizers: list[Optimizer]) -> list[Tensor]:
     """The parameters whose gradients Lightning zeroes after the step that begins, with no code of the user's between.
@@ -25,7 +27,7 @@ def spent_gradients(module: Any, optimizers: list[Optimizer]) -> list[Tensor]:
     watchers = [(module, "optimizer_zero_grad"), *((x, "on_before_zero_grad") for x in (module, *trainer.callbacks))]
     if any(not _is_lightnings(getattr(owner, name)) for owner, name in watchers):
         return []
-    groups = [x for one in optimizers if type(one).zero_grad is Optimizer.zero_grad for x in one.param_groups]
+    groups = [group for one in map(who_zeroes, optimizers) if one is not None for group in one.param_groups]
     return [*chain.from_iterable(group["params"] for group in groups)]
 
 

@@ -80,10 +80,46 @@ class Keeping(Net):
         pass
 
 
+class Wrapper:
+    """Passes for an optimizer by its `__class__`, and has the methods of the one within as attributes, as LARS is often
+    written."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.within, self.zero_grad = optimizer, optimizer.zero_grad
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    @property
+    def __class__(self) -> Any:
+        return torch.optim.Optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["within"], name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.within.step(closure)
+
+
+class Wrapped(Net):
+    def configure_optimizers(self) -> Any:
+        return Wrapper(super().configure_optimizers())
+
+
+class NeverZeroed(Net):
+    """The optimizer's own `zero_grad` does nothing, so that gradients add up from step to step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        return optimizer
+
+
+KINDS = {"kept": Keeping, "wrapped": Wrapped, "never zeroed": NeverZeroed}
+
+
 def found(kind: str) -> tuple[list[int], list[bool]]:
     """For each microbatch of the last step, the old gradients that this rank's unit found; and what a callback saw."""
     L.seed_everything(0, verbose=False)
-    module, watching = Keeping() if kind == "kept" else Net(), Watching()
+    module, watching = KINDS.get(kind, Net)(), Watching()
     counts: list[int] = []
     noted = Found()
 
@@ -108,8 +144,8 @@ def found(kind: str) -> tuple[list[int], list[bool]]:
 
 
 @slow("accumulated", "kept")
-@pytest.mark.parametrize("kind", ["plain", "watched", "kept", "accumulated"])
+@pytest.mark.parametrize("kind", ["plain", "watched", "kept", "accumulated", "wrapped", "never zeroed"])
 def test_old_gradients_make_room_where_nobody_looks_at_them(pool: Pool, kind: str) -> None:
     for counts, seen in pool.run(2, found, kind):
-        assert counts == ([0, 0] if kind == "plain" else [2, 2])
+        assert counts == ([0, 0] if kind in ("plain", "wrapped") else [2, 2])
         assert seen == ([False, True] if kind == "watched" else [])
