@@ -23,6 +23,7 @@ from lightning_par.pipeline.trial.fake_step import sets_data
 from lightning_par.pipeline.trial.function_event import record_data, record_function
 from lightning_par.pipeline.trial.metric_event import record_metric
 from lightning_par.pipeline.trial.read_event import record_read
+from lightning_par.pipeline.trial.samples.scripted import scripts_unseen
 from lightning_par.pipeline.trial.transformed import ClosesOverModelError, Transformed
 from lightning_par.pipeline.trial.unit_event import record_unit
 from lightning_par.private.fake_tensors import unset_fake_temporarily
@@ -145,7 +146,7 @@ class Analysis(AnalysisNotes):
         sums = 0 if self.axis is None else self.axis.sums
         renamed = self.values.memory.replaced(args[0]) if sets_data(func) else nullcontext()
         try:
-            with renamed:
+            with renamed, scripts_unseen(f"{getattr(func, 'name', '')!r} is code"):
                 result = super().run_function(func, args, kwargs)
         except SamplesMixError as error:
             if self.path is not None and self.mixing is not error:  # as the user may catch it

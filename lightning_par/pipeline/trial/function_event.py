@@ -14,6 +14,7 @@ from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.call_context import told_to
 from lightning_par.pipeline.trial.fake_step import claims_size, sizing
 from lightning_par.pipeline.trial.samples.sample_sums import tag_result
+from lightning_par.pipeline.trial.samples.scripted import close_scripted_draws
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.rules.lookup import user_line, writes
@@ -36,6 +37,7 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
         kwargs: likewise.
         located: the values of the model among that.
     """
+    close_scripted_draws(run, func)
     inputs, target = tensors_in((args, kwargs)), run.values.write_target(name, args, run.behind)
     run.draws.begin()
     for x in located:

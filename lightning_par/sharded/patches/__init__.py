@@ -12,6 +12,7 @@ them: `lightning_par.sharded.patches.installed`.
     subclasses: ``x.as_subclass(kind)``
     variables: ``torch.autograd.Variable(x)``
     asserts: ``torch._assert(x, message)``
+    scripted_functions: calls of what ``torch.jit.script`` made of a function
     tensor_grad: ``x.grad``
     looked_at_gradients: ``x.grad``, while gradients are not what one device has
     module_hooks: full backward hooks of modules
@@ -50,6 +51,7 @@ def _for_sharded_tensors() -> Iterable[Patch]:
         autograd_functions,
         checkpointing,
         module_hooks,
+        scripted_functions,
         subclasses,
         tensor_data,
         transforms,
@@ -57,7 +59,8 @@ def _for_sharded_tensors() -> Iterable[Patch]:
     )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch(), subclasses.patch(), variables.patch(), asserts.patch(), _compiled_graphs()  # fmt: skip
+        module_hooks.patch(), subclasses.patch(), variables.patch(), asserts.patch(), \
+        scripted_functions.patch(), _compiled_graphs()  # fmt: skip
 
 
 def _for_stored_weights() -> Iterable[Patch]:

@@ -20,9 +20,9 @@ from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.call_costs import Frame
 from lightning_par.pipeline.trial.samples.by_sample import by_sample
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
+from lightning_par.pipeline.trial.samples.scripted import scripts_unseen
 from lightning_par.pipeline.trial.samples.unit_outline import UnitOutline
 from lightning_par.private.pytree import tree_leaves
-from lightning_par.private.torchscript import failed_in_torchscript
 from lightning_par.python_state.changes import Change, MappingChange
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.python_state.snapshot import Snapshot
@@ -32,17 +32,6 @@ if TYPE_CHECKING:
     from lightning_par.pipeline.trial.analysis import Analysis
 
 _DEEP = 5  # of what is stored on a module
-
-
-@contextmanager
-def _scripts_unseen(path: str) -> Iterator[None]:
-    """Raises `SamplesMixError` where scripted code within the unit met the view of a batch: torch runs it apart."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not failed_in_torchscript(error):
-            raise
-        raise SamplesMixError(f"{path!r} calls code of torch.jit.script, in which samples can't be followed") from error
 
 
 def acts_plainly(
@@ -65,7 +54,7 @@ def acts_plainly(
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
     before, reads, run.mixing = Snapshot(modules, hooks=False), run.values_read, None
     try:
-        with tracing(run, inputs) as viewed, _scripts_unseen(path):
+        with tracing(run, inputs) as viewed, scripts_unseen(f"{path!r} calls code"):
             result = call(*args, **kwargs)
             viewed.end(result)
         if run.mixing is not None:  # the unit has caught it, and gone another way than on one device
