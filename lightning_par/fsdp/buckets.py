@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.fsdp.flat import Flat
-from lightning_par.fsdp.stored_block import fits, flat_of
+from lightning_par.fsdp.stored_block import entries_in_message, fits, flat_of
 from lightning_par.fsdp.stored_parameter import PURPOSE, Stored
 from lightning_par.mesh.waits import wait_for
 
@@ -62,7 +62,7 @@ def _buckets(weights: Iterable[Stored]) -> list[list[Stored]]:
 
 
 def _bytes(weights: list[Stored]) -> int:
-    return sum(x._local.numel() * x._local.element_size() for x in weights) * weights[0]._peers.size
+    return sum(entries_in_message(x) * x._local.element_size() for x in weights) * weights[0]._peers.size
 
 
 def _one_ahead(

@@ -13,7 +13,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.block_call import release_blocks
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
 from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after_calls
-from lightning_par.fsdp.stored_block import StoredBlock, fits
+from lightning_par.fsdp.stored_block import StoredBlock, entries_in_message, fits
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_values import agreed
@@ -94,7 +94,7 @@ class StoragePart(Part):
         """Gather weights by blocks where they can be."""
         stored: dict[str, Any] = {name: p for name, p in module.named_parameters() if fits(p)}
         hidden = {id(p) for m in module.modules() if isinstance(m, nn.RNNBase) for p in m.parameters(recurse=False)}
-        sizes = {name: p._local.numel() for name, p in stored.items() if id(p) not in hidden}
+        sizes = {name: entries_in_message(p) for name, p in stored.items() if id(p) not in hidden}
         for block in self._plan(module, sizes):
             kinds: dict[Any, list[Any]] = {}
             for name in block.weights:

@@ -80,6 +80,14 @@ def fits(x: Any) -> bool:
     return plain and _placed(x) is not None
 
 
+def entries_in_message(x: Stored) -> int:
+    """Of a rank's part of ``x``, which `fits`, in a message: alike on all ranks, of which some store fewer. By these goes
+    what travels together."""
+    place = _placed(x)
+    assert place is not None
+    return place.part
+
+
 def _placed(x: Stored) -> Place | None:
     shape = list(x._local.shape)
     shape[x._dim] = x._inner.size

@@ -126,7 +126,7 @@ def block_messages(
         if isinstance(m, nn.RNNBase)
         for name, _ in m.named_parameters(recurse=False)
     }
-    sizes = {name: part.numel for name, part in known.items() if part.blocked and name not in hidden}
+    sizes = {name: part.message for name, part in known.items() if part.blocked and name not in hidden}
     blocks: Sequence[Block] = plan_units(module, units, sizes) if units else plan_blocks(module, sizes)
     found = [_message(block, known) for block in blocks]
     inside = {name for block in blocks for name in block.weights}
