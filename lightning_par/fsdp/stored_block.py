@@ -81,7 +81,7 @@ def fits(x: Any) -> bool:
 
 
 def entries_in_message(x: Stored) -> int:
-    """Of a rank's part of ``x``, which `fits`, in a message: alike on all ranks, of which some store fewer. What travels
+    """Of a rank's part of ``x``, which `fits`, in a message: alike on all ranks, though some store fewer. What travels
     together goes by these."""
     place = _placed(x)
     assert place is not None
