@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -30,11 +30,14 @@ MOST = 4096
 
 @dataclass(frozen=True, order=True)
 class Write:
-    """What user code has written into a weight: at which line, and the hashes of what it was given."""
+    """What user code has written into a weight: the hashes of what it was given, and at which line.
+
+    Hosts may keep one file in different folders: lines are told, not compared.
+    """
 
     name: str
-    line: str
     hashes: tuple[int, ...]
+    line: str = field(compare=False)
 
 
 class GatherOrder:
@@ -64,9 +67,9 @@ class GatherOrder:
         Args:
             name: of the weight, to the reader.
             line: where.
-            values: plain tensors, and numbers.
+            values: plain tensors, and what prints alike on all ranks.
         """
-        hashes = [digest(x) if isinstance(x, Tensor) else crc32(repr(x).encode()) for x in values]
+        hashes = [_hash_of(x) if isinstance(x, Tensor) else crc32(repr(x).encode()) for x in values]
         self._writes.append((name, line, hashes))  # read when they are told: once, and late
 
     @property
@@ -75,12 +78,12 @@ class GatherOrder:
 
     def told(self) -> list[int]:
         """Bytes of which the most over all ranks show whether all have told the same."""
-        written = sum(crc32(repr(one).encode()) for one in self._written())
+        written = sum(crc32(repr((one.name, one.hashes)).encode()) for one in self._written())
         own = [*((self._hash + written) % (1 << 32)).to_bytes(4, "little")]
         return [*own, *(255 - byte for byte in own)]
 
     def _written(self) -> list[Write]:
-        return [Write(name, line, tuple(int(x) for x in values)) for name, line, values in self._writes]
+        return [Write(name, tuple(int(x) for x in values), line) for name, line, values in self._writes]
 
     def compare(self, most: Sequence[float], axis: Axis) -> None:
         """Begin anew, after all ranks of ``axis`` have `told`; all of them come here.
@@ -106,6 +109,11 @@ class GatherOrder:
         """`told` and `compare` in a message of their own. All ranks of ``axis`` must call it."""
         mine = self.told()
         self.compare(agreed(axis.all_reduce_(torch.tensor(mine, dtype=torch.uint8), "order", "max"), mine, axis), axis)
+
+
+def _hash_of(x: Tensor) -> Tensor:
+    dense = x if x.layout is torch.strided else x.to_dense()
+    return digest(dense.resolve_conj().resolve_neg())
 
 
 def _written_apart(writes: Sequence[Sequence[Write]], axis: Axis) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
+from lightning_par.fsdp.gather_order import GatherOrder
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
@@ -49,9 +51,45 @@ def _by_a_number(codes: Any, x: Tensor) -> None:
         codes.weight.mul_(1 + x.mean().item())
 
 
+def _by_numpys_number(codes: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        codes.weight.mul_(np.float32(1 + x.mean()))
+
+
+def _a_slice(codes: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        codes.weight[: _whole_number(x) % (C - 1) + 1] = 0.5
+
+
+def _by_a_generator(codes: Any, x: Tensor) -> None:
+    nn.init.normal_(codes.weight, generator=torch.Generator().manual_seed(_whole_number(x)))
+
+
+def _one_of_two(codes: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        for bit in f"{_whole_number(x):b}":
+            codes.weight.zero_() if bit == "1" else codes.weight.relu_()
+
+
+def _whole_number(x: Tensor) -> int:
+    return int(x.double().abs().sum() * 10**6)
+
+
 WAYS = {
     write.__name__: write
-    for write in (_in_place, _through_data, _copied, _new_data, _a_row, _a_row_of_data, _by_a_number)
+    for write in (
+        _in_place,
+        _through_data,
+        _copied,
+        _new_data,
+        _a_row,
+        _a_row_of_data,
+        _by_a_number,
+        _by_numpys_number,
+        _a_slice,
+        _by_a_generator,
+        _one_of_two,
+    )
 }
 
 
@@ -88,6 +126,10 @@ class Quantized(LightningModule):
         if self.where == "hook":
             WAYS[self.way](self.codes, self.seen)
 
+    def on_train_end(self) -> None:
+        if self.where == "end":
+            WAYS[self.way](self.codes, self.seen)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1)
 
@@ -106,17 +148,26 @@ def _train(way: str, where: str, mean: bool) -> str:
     return str(trainer.global_step)
 
 
-@slow(but=["_copied-forward", "_new_data-forward", "_through_data-step", "_a_row-hook"])
-@pytest.mark.parametrize("where", ["forward", "step", "hook"])
+@slow(but=["_copied-forward", "_new_data-forward", "_through_data-step", "_a_row-hook", "_a_slice-end"])
+@pytest.mark.parametrize("where", ["forward", "step", "hook", "end"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_replicas_make_of_their_own_batches_is_not_written(pool: Pool, way: str, where: str) -> None:
     for said in pool.run(2, _train, way, where, False):
         assert "ranks 0 and 1 do not write the same to 'codes.weight'" in said and "test_writes_apart.py" in said, said
 
 
-@slow(but=["_copied-forward", "_new_data-forward", "_through_data-step", "_a_row-hook"])
-@pytest.mark.parametrize("where", ["forward", "step", "hook"])
+@slow(but=["_copied-forward", "_new_data-forward", "_through_data-step", "_a_row-hook", "_a_slice-end"])
+@pytest.mark.parametrize("where", ["forward", "step", "hook", "end"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_alike_is_written(pool: Pool, way: str, where: str) -> None:
     for said in pool.run(2, _train, way, where, True):
         assert said == "3", said
+
+
+def test_a_sparse_tensor_has_a_hash_and_lines_are_not_compared() -> None:
+    told = []
+    for line, value in [("/a/x.py:1", 1.0), ("/b/x.py:1", 1.0), ("/b/x.py:1", 2.0)]:
+        order = GatherOrder()
+        order.note_write("'w'", line, ["add_", (value * torch.eye(2)).to_sparse(), 0.5])
+        told.append(order.told())
+    assert told[0] == told[1] != told[2]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ class Gathering:
 
     def about_to_write(self, targets: Sequence[ShardedTensor], given: Sequence[Any]) -> None:
         """Told of weights, or aliases of them, that are about to be written to in parts, and of what the function is
-        ``given`` beside weights: tensors and numbers."""
+        ``given``: plain tensors, and what prints alike on all ranks."""
         raise NotImplementedError
 
     def has_written(self, targets: Sequence[ShardedTensor]) -> None:
@@ -110,6 +111,9 @@ class StoredCall:
         )  # fmt: skip
 
 
+_PRINTED = (Tensor, float, int, complex, str, type(None), np.generic, torch.dtype)
+
+
 def run(func: Any, args: Any, kwargs: Any, otherwise: Callable[[Any, Any, Any], Any]) -> Any:
     """Run ``func`` with stored weights whole; what is to run on parts, or has none, is left to ``otherwise``."""
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
@@ -125,7 +129,7 @@ def run(func: Any, args: Any, kwargs: Any, otherwise: Callable[[Any, Any, Any], 
     if not targets:
         return _with_whole(func, args, kwargs, found).run()
     gathering = gathering_of(targets[0])
-    gathering.about_to_write(targets, [x for x in tree_leaves((args, kwargs)) if _is_plain(x)])
+    gathering.about_to_write(targets, [name, *_given((args, kwargs))])
     stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
     if len(stays) == len(found):
         result = otherwise(func, args, kwargs)
@@ -167,8 +171,17 @@ def _low(name: str, x: Tensor) -> torch.dtype | None:
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
 
 
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, float | int | Tensor) and not isinstance(x, ShardedTensor)
+def _given(args: Any) -> Iterator[Any]:
+    """What decides, beside what weights hold, what a function writes: of weights that is which they are."""
+    for x in tree_leaves(args):
+        if isinstance(x, slice):
+            yield from _given((x.start, x.stop, x.step))
+        elif isinstance(x, torch.Generator):
+            yield x.get_state()
+        elif isinstance(x, ShardedTensor):
+            yield x._name
+        elif isinstance(x, _PRINTED):
+            yield x
 
 
 def _lies_as(x: ShardedTensor, target: ShardedTensor) -> bool:
