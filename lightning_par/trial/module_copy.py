@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.mesh.replicas import as_tensors
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
@@ -263,7 +264,7 @@ def _silence(copy_of_module: Any, optimizers: Optimizers, loggers: list[Stand]) 
     body["logger"], body["loggers"] = loggers[0], loggers
     body["optimizers"] = lambda self, *args, **kwargs: _one_or_all(optimizers.optimizers)
     body["lr_schedulers"] = lambda self: _one_or_all(optimizers.schedules) or None
-    body["all_gather"] = lambda self, data, *args, **kwargs: map_tensors(_of_copies, data)
+    body["all_gather"] = lambda self, data, *args, **kwargs: map_tensors(_of_copies, as_tensors(data, self.device))
     kind = type(copy_of_module)
     copy_of_module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_par.pipeline.effects.all_gather import all_gather
+from lightning_par.pipeline.effects.all_gather import gathering
 from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight
@@ -146,7 +146,7 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run = Analysis(mode, asked.stages, axis, batch, asked.layouts)
     run.untried = step.untried
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
-    vars(copy)["all_gather"] = all_gather
+    vars(copy)["all_gather"] = gathering(copy)
     if step.starts:
         with generators.kept(), quiet(), hushed():
             call_start_hooks(copy, step.name, batch)

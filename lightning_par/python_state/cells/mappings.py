@@ -22,13 +22,17 @@ NOTHING: Any = object()
 
 
 class MappingCell(Cell):
-    """A dict, or what holds an object's attributes. ``skipped`` keys are nobody's business."""
+    """A dict, or what holds an object's attributes. ``skipped`` keys are nobody's business.
+
+    ``passing`` keys come and go as runs begin and end, by whoever puts them there: nor are they put back.
+    """
 
     def __init__(
         self, name: str, owner: Any, mapping: MutableMapping[Any, Any], skipped: Collection[str] = (),
-        fixed: str | None = None,
+        fixed: str | None = None, passing: Collection[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(name, owner, fixed)
+        self.passing = passing
         self.dotted = mapping is not owner
         self.mapping = entries_of(mapping)
         self.skipped = skipped
@@ -61,9 +65,14 @@ class MappingCell(Cell):
 
     def moved(self) -> bool:
         now, before = self.mapping, self.before
+        if self.passing:
+            now, before = self._staying(now), self._staying(before)
         return not (
             len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values()))
         )
+
+    def _staying(self, held: MutableMapping[Any, Any]) -> dict[Any, Any]:
+        return {key: x for key, x in held.items() if key not in self.passing}
 
     def renew(self, atoms: Collection[Any]) -> bool:
         if not self.moved():
@@ -107,10 +116,11 @@ class MappingCell(Cell):
         if not self.dotted and (len(now) != len(self.before) or not all(map(is_, now, self.before))):
             self._fill(self.before)
             return
-        for key in [key for key in now if key not in self.before and not is_dunder(key)]:
+        passing = self.passing
+        for key in [key for key in now if key not in self.before and key not in passing and not is_dunder(key)]:
             self._delete(key)
         for key, value in self.before.items():
-            if now.get(key, NOTHING) is not value:
+            if key not in passing and now.get(key, NOTHING) is not value:
                 self._put(key, value)
 
     def keep(self, key: Any, value: Any, instead: Sequence[Any]) -> None:

@@ -49,6 +49,8 @@ class Contrastive(LightningModule):
         all_z = self.all_gather({"z": z}, sync_grads=self.grads)["z"].reshape(-1, C)
         own = batch @ given.T > 0.5
         self.log("largest", self.all_gather(z.detach().abs().max()).max(), reduce_fx="max")
+        counted = self.all_gather({"samples": len(batch), "share": 0.5, "is_last": True})  # numbers, too
+        self.log("counted", counted["samples"].double().sum() + counted["share"].sum() + counted["is_last"].sum())
         self.log("reduced", self.trainer.strategy.reduce(z.detach().abs().mean()))
         return (z @ all_z.T - own.to(z.dtype)).square().mean() + (hidden * all_hidden.mean(0)).mean()
 
@@ -148,3 +150,58 @@ def test_a_dry_run_counts_what_is_gathered(pool: Pool, name: str) -> None:
         dried = dry_run(lambda: Contrastive(True), torch.randn(3, C), layout, devices=devices, rank=rank)
         assert dried.sent["data", PURPOSE] == sent > 0
         assert sum(count for key, count in dried.messages.items() if key[:2] == ("data", PURPOSE)) == messages
+
+
+class _Centred(nn.Module):
+    """A layer that is given the LightningModule."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(C, C), [module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y - self.held[0].all_gather(y.detach().mean(0)).reshape(-1, C).mean(0)  # type: ignore[no-any-return]
+
+
+class _WithCentred(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(C, C), _Centred(self), nn.Tanh(), nn.Linear(C, C))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layers(batch).square().mean()
+        self.log("loss", loss)
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.layers(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def _logged(layout: dict[str, Any], devices: int) -> dict[str, Tensor]:
+    seed_everything(0, verbose=False)
+    data = torch.randn(SAMPLES, C, dtype=torch.float64)
+    strategy: Any = HybridParallelStrategy(**layout) if layout else "auto"
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, precision="64-true", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(_WithCentred(), DataLoader(data, batch_size=3), DataLoader(data, batch_size=3))
+    return {name: x.detach().clone() for name, x in trainer.callback_metrics.items()}
+
+
+@slow(but=["pipeline"])
+@pytest.mark.parametrize(
+    ("layout", "one"),
+    [({"pipeline_parallel_size": 2}, {}), (LAYOUTS["pipeline"][0], LAYOUTS["data"][0])],
+    ids=["pipeline", "data x pipeline"],
+)
+def test_a_layer_that_gathers_leaves_what_is_logged(pool: Pool, layout: Any, one: Any) -> None:
+    replicas = len(one) + 1
+    expected = pool.run(replicas, _logged, one, replicas)[0]
+    assert {*expected} == {"loss", "val"}
+    for values in pool.run(2 * replicas, _logged, layout, 2 * replicas):
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
