@@ -68,7 +68,7 @@ def _by_a_generator(codes: Any, x: Tensor) -> None:
 def _one_of_two(codes: Any, x: Tensor) -> None:
     with torch.no_grad():
         for bit in f"{_whole_number(x):b}":
-            codes.weight.zero_() if bit == "1" else codes.weight.relu_()
+            codes.weight.sin_() if bit == "1" else codes.weight.cos_()
 
 
 def _whole_number(x: Tensor) -> int:
