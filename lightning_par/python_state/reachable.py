@@ -87,6 +87,7 @@ class Reach:
         self.names: dict[int, str] = {}
         self.objects: dict[str, Any] = {}
         self.of_modules: set[int] = set()  # ids of the cells of modules
+        self._buffers: set[int] = set()  # of those of their buffers
         self.uncounted: set[int] = set()  # ids of tensors whose versions don't tell
         self.items_given: list[tuple[str, Tensor, int]] = []  # copies of tensors that iterators will give again
         self.holders: dict[int, TupleCell | IteratorCell] = {}
@@ -161,16 +162,26 @@ class Reach:
         items = [(key, x) for key, x in cell.items() if type(x) not in ATOMS]
         if all(type(key) is str for key, _ in items):  # names that are equal on all ranks, whatever came first
             items.sort(key=operator.itemgetter(0))
-        if len(items) > _ITEMS and not buffers and not isinstance(cell, (BodyCell, NamesCell)):
+        if buffers:
+            self._buffers.add(id(cell))
+        lends = self.lends_in(cell, len(items))
+        if lends is False:
             for key, x in items:
                 if type(x) is Tensor:
-                    self.tensor(Found(cell.place(key), x, cell, key), lends=False)
+                    self.tensor(Found(cell.place(key), x, cell, key), lends)
             items = [(key, x) for key, x in items if type(x) is not Tensor][:LOOKED_AT]
         for key, x in items:
-            if buffers and type(x) is Tensor:
-                self.tensor(Found(cell.place(key), x, cell, key), lends=True)
+            if lends and type(x) is Tensor:
+                self.tensor(Found(cell.place(key), x, cell, key), lends)
             else:
                 self.wait(cell.place(key), x, cell, key, fixed)
+
+    def lends_in(self, cell: Cell, count: int) -> bool | None:
+        """Whether a copy may stand in for a tensor in ``cell``, of which ``count`` items are no numbers or the like;
+        None where that goes by the tensor."""
+        if id(cell) in self._buffers:
+            return True
+        return False if count > _ITEMS and not isinstance(cell, (BodyCell, NamesCell)) else None
 
     def tensor(self, found: Found, lends: bool | None = None) -> None:
         x, cell = found.value, found.cell

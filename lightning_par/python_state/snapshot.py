@@ -17,6 +17,7 @@ from lightning_par.python_state.cells.iterators import IteratorCell
 from lightning_par.python_state.cells.sequences import TupleCell
 from lightning_par.python_state.changes import Change, MappingChange, as_it_is
 from lightning_par.python_state.contents import CacheCell, LockedCell
+from lightning_par.python_state.exchanged_tensors import exchange
 from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
@@ -58,6 +59,7 @@ class Snapshot(Reach):
         super().__init__(packages, apart, code, hooks)
         self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._still = Still()
+        self.turn = 0  # counts how often tensors came or went
         self._moves: dict[Cell, tuple[int, set[tuple[str, Any, int]]]] = {}  # of dicts, at a version
         with plainly():
             self.add_modules(modules)
@@ -127,7 +129,22 @@ class Snapshot(Reach):
         cells: Iterable[Cell] = self.cells.values()
         if self._still.is_so(self.cells):  # but that iterators count from where they are
             cells = self._of(IteratorCell)
-        return all(cell.renew(ATOMS) for cell in cells)
+        return all(map(self._renew, cells))
+
+    def settle(self, changed: Iterable[str]) -> bool:
+        """As `renew`, of the objects of these names alone."""
+        return all(self._renew(self.cells[name]) for name in changed if name in self.cells)
+
+    def _renew(self, cell: Cell) -> bool:
+        if cell.renew(ATOMS):
+            return True
+        with plainly():
+            known = exchange(self, cell)
+        if known:  # all is as another walk would leave it
+            self._copies = []
+            self.turn += 1
+            self._note_versions()
+        return known
 
     def lend(self, spares: Spares, as_is: Collection[int] = (), modules: bool = True) -> None:
         """Let a run have copies of tensors, and the items of iterators, until `restore`.

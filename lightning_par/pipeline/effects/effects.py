@@ -79,7 +79,7 @@ class Effects:
             self.refused.append(cell.fixed.format(places=places))
         self.names.update(state.names)
         self.names.update(state.stand_ins())
-        self.kept.append((state, [cell.lent for cell in state.cells.values() if cell.lent]))
+        self.kept.append((state, [*state.met], [cell.lent for cell in state.cells.values() if cell.lent]))
 
     def travel(
         self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,

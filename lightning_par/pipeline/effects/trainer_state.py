@@ -27,6 +27,15 @@ class SettingsCell(MappingCell):
         return super().renew({*atoms, tuple, list, dict})
 
 
+class TrainerCell(MappingCell):
+    """The attributes of a trainer: those that are skipped are its own, and what it puts there is nobody's business."""
+
+    def renew(self, atoms: Collection[Any]) -> bool:
+        now = self._now()
+        self.before = {key: now.get(key, x) if self._skips(key) else x for key, x in self.before.items()}
+        return super().renew(atoms)
+
+
 def look_at_trainer(snapshot: Snapshot, trainer: Any, packages: frozenset[str]) -> None:
     """Add them to the state that the step of the trainer's module reaches.
 
@@ -37,7 +46,7 @@ def look_at_trainer(snapshot: Snapshot, trainer: Any, packages: frozenset[str]) 
     """
     held = vars(trainer)
     inner = [name for name in held if name.startswith("_")]  # the library's, which runs change
-    snapshot.cells[NAME] = MappingCell(NAME, trainer, held, inner)
+    snapshot.cells[NAME] = TrainerCell(NAME, trainer, held, inner)
     for n, optimizer in enumerate(trainer.optimizers):
         for m, group in enumerate(optimizer.param_groups):
             _look_at(snapshot, SettingsCell(f"{NAME}.optimizers[{n}].param_groups[{m}]", optimizer, group, ["params"]))

@@ -16,7 +16,6 @@ from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.contents import CacheCell
-from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.locked_arrays import too_large
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
@@ -52,7 +51,7 @@ class WatchedState:
         self._inner: list[tuple[str, nn.Module]] = []
         self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step itself changes
         self._holders = HookHolders(lightning_module)
-        self._watched: tuple[Snapshot | None, dict[int, str]] = None, {}  # see `watched`
+        self._watched: tuple[Snapshot | None, int, dict[int, str]] = None, 0, {}  # see `watched`
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     def snapshot(self) -> Snapshot:
@@ -94,8 +93,7 @@ class WatchedState:
 
     def settle(self, changed: Iterable[str]) -> None:
         """The objects of these names have changed for good: what they held is let go."""
-        cells = {} if self._snapshot is None else self._snapshot.cells
-        if not all(cells[name].renew(ATOMS) for name in changed if name in cells):
+        if self._snapshot is not None and not self._snapshot.settle(changed):
             self._snapshot = None
 
     def widen(self, units: Collection[str]) -> None:
@@ -145,9 +143,10 @@ class WatchedState:
     def watched(self) -> dict[int, str]:
         """The names of all that is looked at, by id; the same dict until something comes or goes."""
         state = self._state
-        if self._watched[0] is not state:
-            self._watched = state, {key: x for key, x in state.names.items() if key not in self._units}
-        return self._watched[1]
+        if self._watched[0] is not state or self._watched[1] != state.turn:
+            found = {key: x for key, x in state.names.items() if key not in self._units}
+            self._watched = state, state.turn, found
+        return self._watched[2]
 
     def names(self) -> dict[int, str]:
         """In a run, the names of what was there before it, by the ids of that and of what stands in for it."""
