@@ -112,6 +112,9 @@ class DryRun(RecordedRun):
         there = [x for x in tensors if id(x) not in self.names]
         return [x for x in there if self.memo.keys.get(id(x)) not in self.program.layouts]
 
+    def is_of_step(self, x: Tensor) -> bool:
+        return not self.memo.is_state(x)
+
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.may_be_setting(func, args, kwargs):
             result = func(*args, **kwargs)

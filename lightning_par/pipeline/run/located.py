@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.pipeline.program.event_functions import WITHOUT_ANOTHER, is_metadata
+from lightning_par.pipeline.program.norm_statistics import BESIDE, statistics_of
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.trial.placeholders import AbsentNumber
 from lightning_par.private.compiler import uncompiled
@@ -75,11 +76,25 @@ class Run(TorchFunctionMode):
         elif name in WITHOUT_ANOTHER and len(args) == 2 and isinstance(args[1], Tensor):
             func, args, more = WITHOUT_ANOTHER[name](*args)
             kwargs = {**more, **kwargs}
+        statistics = [] if func not in BESIDE else statistics_of(func, args, kwargs)
         self.depth += 1
         try:
+            if statistics and all(map(self.is_of_step, statistics)):
+                return self._norm(func, statistics, args, kwargs)
             return self.event(func, self.followed(args), self.followed(kwargs))
         finally:
             self.depth -= 1
+
+    def _norm(self, func: Any, statistics: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """A norm that writes into ``statistics``: one event beside which each is written by another."""
+        result, *new = self.event(BESIDE[func], self.followed(args), self.followed(kwargs))
+        for x, value in zip(statistics, new, strict=True):
+            self.event(Tensor.copy_, self.followed((x, value)), {})
+        return result
+
+    def is_of_step(self, x: Tensor) -> bool:
+        """Whether the step has made ``x``, of the batch alone."""
+        return False
 
     def call(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit is called at container level."""

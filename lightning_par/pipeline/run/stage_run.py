@@ -149,6 +149,9 @@ class StageRun(StageValues):
             "numbers of torch, numpy or `random` alone."
         )
 
+    def is_of_step(self, x: Tensor) -> bool:
+        return not self.memo.is_state(x)
+
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.failed is not None:  # its message may tell values
             return func(*self.present(args), **self.present(kwargs))

@@ -86,6 +86,9 @@ class Analysis(AnalysisNotes):
         yield True
         self.regions[first] = len(self.events)
 
+    def is_of_step(self, x: Tensor) -> bool:
+        return not self.values.is_state(x)
+
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
         if name in READS:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.event_functions import WITHOUT_ANOTHER, is_metadata, is_setting
+from lightning_par.pipeline.program.norm_statistics import statistics_of
 from lightning_par.pipeline.trial.analysis_copy import trace_calls
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.fake_step import sizing
@@ -42,6 +43,7 @@ class Surveyor(CallTree):
             return
         if name == "grad" and (getattr(func, "__module__", "") or "").startswith("torch.autograd"):
             self._differs = True  # which the pipeline's own run does not take as an event
+        self._differs |= any(id(x) not in self.buffers for x in statistics_of(func, args, kwargs))  # or as several
         if name in WITHOUT_ANOTHER and len(args) == 2 and isinstance(args[1], Tensor):
             func, args, more = WITHOUT_ANOTHER[name](*args)
             kwargs = {**more, **kwargs}
