@@ -181,7 +181,7 @@ def _wrong(
 PARTS = 4  # jobs for the rows of `FOUND`, each with a time of its own on a slow machine
 
 
-@slow(but=["tensor-1", "tensor-2"])
+@slow(but=["tensor-2"])
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str, part: int) -> None:

@@ -14,7 +14,7 @@ from tests.planner.test_counts import BATCH
 from tests.tensor.test_counts import Counted
 
 
-@slow("8192")
+@slow()
 @pytest.mark.parametrize("hidden", [4096, 8192])
 def test_chunks_save_what_asynchronous_tensor_parallelism_was_measured_to(hidden: int) -> None:
     """No constant was set by that: 0.910 and 0.916 of the time were measured, 0.925 and 0.917 are predicted."""
