@@ -24,6 +24,7 @@ from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffer
 from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
 from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
+from lightning_par.pipeline.plan.held_modules import HeldModules
 from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
@@ -65,6 +66,7 @@ class StagesPart(Part):
         self.groups, self.spread, self.wanted, self.tokens, self.storage = groups, spread, wanted, tokens, storage
         self.engine: Engine | None = None
         self._module: nn.Module | None = None
+        self._held: HeldModules | None = None
         self._outside: Outside | None = None
         self._unverified = False
         self._by_unit: set[str] = set()  # steps of which the last one went by values
@@ -112,7 +114,7 @@ class StagesPart(Part):
             Meeting(axis, self.wanted.timeout, "leaves"),
             frozenset(name for name, _ in first.module.named_parameters(remove_duplicate=False)),
         )
-        self.engine, self._module = engine, first.module
+        self.engine, self._module, self._held = engine, first.module, HeldModules(first.module)
 
     def adopt(self, optimizer: Any) -> None:
         if self._outside is not None:
@@ -159,7 +161,7 @@ class StagesPart(Part):
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         if self._module is not None:
             self.spread.undo(module, callbacks)
-        self._module = None
+        self._module = self._held = None
 
     def close(self) -> None:
         if self._outside is not None:
@@ -172,6 +174,8 @@ class StagesPart(Part):
         if kind == "backward" and self.engine is not None:
             return self.engine.in_backward.ended()
         in_step = kind in ("training_step", "evaluation")
+        if in_step and self._held is not None:
+            self._held.check()
         return self._outside.step() if in_step and self._outside is not None else nullcontext()
 
     def before_backward(self, loss: Tensor) -> None:
