@@ -171,11 +171,11 @@ class _WithCentred(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.layers(batch).square().mean()
-        self.log("loss", loss)
+        self.log("loss", loss, sync_dist=True)
         return loss  # type: ignore[no-any-return]
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val", self.layers(batch).square().mean())
+        self.log("val", self.layers(batch).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.5)
