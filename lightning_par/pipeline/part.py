@@ -114,7 +114,8 @@ class StagesPart(Part):
             Meeting(axis, self.wanted.timeout, "leaves"),
             frozenset(name for name, _ in first.module.named_parameters(remove_duplicate=False)),
         )
-        self.engine, self._module, self._held = engine, first.module, HeldModules(first.module)
+        self.engine, self._module = engine, first.module
+        self._held = HeldModules(first.module, engine.programs.stages.homes)
 
     def adopt(self, optimizer: Any) -> None:
         if self._outside is not None:

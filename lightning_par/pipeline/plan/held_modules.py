@@ -1,29 +1,36 @@
-"""The modules that stages hold weights of: none may be another by the time that a step runs."""
+"""The modules that run as a whole on a stage: none may be another by the time that a step runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
+from lightning_par.pipeline.plan.units import ancestors
 from lightning_par.private.modules import modules_of, parameters_of
 
 
 class HeldModules:
-    """Those of a module, as they were when its stages were planned.
+    """Those of a module, and what they are in, as they were when its stages were planned.
+
+    Args:
+        root: the module.
+        units: their names. One without weights, as a loss with a buffer, may be another one later on.
 
     Example::
 
-        held = HeldModules(net)
+        held = HeldModules(net, ["head"])
         net.head = nn.Linear(4, 4)
         held.check()  # NotImplementedError
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._held = [
-            (f"{path}.{name}".lstrip("."), modules_of(parent), name, child)
-            for path, parent in root.named_modules()
-            for name, child in modules_of(parent).items()
-            if child is not None and any(map(parameters_of, child.modules()))  # others, as a loss with a buffer, may
-        ]
+    def __init__(self, root: nn.Module, units: Iterable[str]) -> None:
+        weighted = [path for path in units if any(map(parameters_of, root.get_submodule(path).modules()))]
+        self._held = []
+        for path in dict.fromkeys(one for unit in weighted for one in (*ancestors(unit), unit) if one):
+            parent, _, name = path.rpartition(".")
+            modules = modules_of(root.get_submodule(parent))
+            self._held.append((path, modules, name, modules[name]))
 
     def check(self) -> None:
         """Look for another one in the place of one of them: in no time, as it is asked at each step.
@@ -32,7 +39,7 @@ class HeldModules:
             NotImplementedError: there is one.
         """
         for path, modules, name, child in self._held:
-            if modules.get(name) is not child:
+            if modules.get(name, child) is not child:
                 raise NotImplementedError(
                     f"{path!r} is another module than the one whose weights were placed on stages: it was replaced "
                     "since, as in on_fit_start, and what the new one holds is on no stage. Replace modules before, in "
