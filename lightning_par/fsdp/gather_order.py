@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_par.mesh.digest import digest
 from lightning_par.mesh.host_values import agreed
+from lightning_par.private.modes import no_modes
 
 if TYPE_CHECKING:
     from lightning_par.mesh.axis import Axis
@@ -69,7 +70,8 @@ class GatherOrder:
             line: where.
             values: plain tensors, and what prints alike on all ranks.
         """
-        hashes = [_hash_of(x) if isinstance(x, Tensor) else crc32(repr(x).encode()) for x in values]
+        with no_modes():  # no function of the step's
+            hashes = [_hash_of(x) if isinstance(x, Tensor) else crc32(repr(x).encode()) for x in values]
         self._writes.append((name, line, hashes))  # read when they are told: once, and late
 
     @property
