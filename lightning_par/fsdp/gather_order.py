@@ -98,12 +98,12 @@ class GatherOrder:
             RuntimeError: they have come to different weights, or have written other values; on all ranks.
         """
         met, self._met, self._hash = self._met, deque(maxlen=MOST), 0
-        written = self._written()
-        self._writes.clear()
         half = len(most) // 2
-        if any(a + b != 255 for a, b in zip(most[:half], most[half:])):
-            told = axis.all_gather_object(([*met], written), "order")
-            orders, writes = zip(*told)
+        differ = any(a + b != 255 for a, b in zip(most[:half], most[half:]))
+        written = self._written() if differ else []
+        self._writes.clear()
+        if differ:
+            orders, writes = zip(*axis.all_gather_object(([*met], written), "order"))
             alike = all(order == orders[0] for order in orders)
             raise RuntimeError(_written_apart(writes, axis) if alike else _differ(orders, axis))
 

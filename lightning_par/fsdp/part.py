@@ -121,11 +121,13 @@ class StoragePart(Part):
         self.prefetch.let_go()
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
-        if not self.peers.dry:
-            self.peers.order.ask(self.peers)  # what was written since the last step of an optimizer
-        unstore(module)
-        # else `TensorPart.undo` makes the module itself whole, once a pipeline has brought all of it back
-        make_held_whole([module, *callbacks], () if self.groups.tensor.size == 1 else module.parameters())
+        try:
+            if not self.peers.dry:
+                self.peers.order.ask(self.peers)  # what was written since the last step of an optimizer
+        finally:
+            unstore(module)
+            # else `TensorPart.undo` makes the module itself whole, once a pipeline has brought all of it back
+            make_held_whole([module, *callbacks], () if self.groups.tensor.size == 1 else module.parameters())
 
     def agree(self, microbatches: int) -> None:
         """Each microbatch gathers weights, with all peers: they must have as many. All of them must call it.
