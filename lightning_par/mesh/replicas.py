@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_par.mesh.axis import Axis
 
 PURPOSE = "all_gather"
-_DTYPES = ((bool, torch.uint8), (int, torch.int), (float, torch.float))  # Lightning's
-
-
-def as_tensors(data: Any, device: torch.device) -> Any:
-    """``data`` with a tensor for each number in it, as `LightningModule.all_gather` makes them.
-
-    Example::
-
-        assert as_tensors({"a": [2]}, torch.device("cpu"))["a"][0].dtype == torch.int
-    """
-    for kind, dtype in _DTYPES:
-        data = apply_to_collection(data, kind, partial(torch.tensor, dtype=dtype, device=device))
-    return apply_to_collection(data, np.ndarray, lambda x: torch.from_numpy(x).to(device))
 
 
 def of_all_replicas(x: Tensor, axis: Axis, sync_grads: bool) -> Tensor:

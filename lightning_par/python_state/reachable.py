@@ -33,7 +33,7 @@ SMALL = 1 << 16  # elements of a tensor that is copied without a thought
 _ITEMS = 64  # of one container whose tensors get a spare
 _MOST = 50_000  # objects in all
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-_SPOKEN = frozenset("log log_dict print all_gather".split())  # a run of a step puts others there
+_SPOKEN = frozenset("log log_dict print".split())  # a run of a step puts others there
 _STEPS = frozenset("training_step validation_step test_step predict_step forward on_before_batch_transfer "
                    "transfer_batch_to_device on_after_batch_transfer".split())  # fmt: skip
 _ANY_NAME = frozenset("getattr setattr delattr vars eval exec globals attrgetter methodcaller __dict__".split())

@@ -256,7 +256,7 @@ class RanksMixin(DeviceCountsMixin, HangWatchMixin):
         """
         if group is None or group is dist.group.WORLD:
             if Run.current is not None:  # within a step of a pipeline
-                return all_gather(tensor, sync_grads=sync_grads)  # type: ignore[no-any-return]
+                return all_gather(tensor, sync_grads)
             return tensor if self.groups.data.size == 1 else of_all_replicas(tensor, self.groups.data, sync_grads)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 

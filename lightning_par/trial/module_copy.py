@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.mesh.replicas import as_tensors
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
@@ -249,8 +248,12 @@ def _logger_stands(trainer: Any) -> list[Stand]:
 
 def _optimizer_class(trainer: Any) -> type | None:
     """Lightning's own of optimizers, of the package that ``trainer`` is of."""
-    namespace = getattr(getattr(trainer, "strategy", None), "namespace", None)
+    namespace = _namespace(trainer)
     return None if namespace is None else namespace.from_pytorch("core.optimizer", "LightningOptimizer")  # type: ignore[no-any-return]
+
+
+def _namespace(trainer: Any) -> Any:
+    return getattr(getattr(trainer, "strategy", None), "namespace", None)
 
 
 def _silence(copy_of_module: Any, optimizers: Optimizers, loggers: list[Stand]) -> None:
@@ -264,9 +267,18 @@ def _silence(copy_of_module: Any, optimizers: Optimizers, loggers: list[Stand]) 
     body["logger"], body["loggers"] = loggers[0], loggers
     body["optimizers"] = lambda self, *args, **kwargs: _one_or_all(optimizers.optimizers)
     body["lr_schedulers"] = lambda self: _one_or_all(optimizers.schedules) or None
-    body["all_gather"] = lambda self, data, *args, **kwargs: map_tensors(_of_copies, as_tensors(data, self.device))
+    convert = _converter(trainer_of(copy_of_module))
+    body["all_gather"] = lambda self, data, *args, **kwargs: map_tensors(_of_copies, convert(data, device=self.device))
     kind = type(copy_of_module)
     copy_of_module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
+
+
+def _converter(trainer: Any) -> Callable[..., Any]:
+    """By which Lightning makes tensors of what is to be gathered; alone there is nothing to gather."""
+    namespace = _namespace(trainer)
+    if namespace is None:
+        return lambda data, device: data
+    return namespace.from_fabric("utilities.apply_func", "convert_to_tensors")  # type: ignore[no-any-return]
 
 
 def _of_copies(x: Tensor) -> Tensor:

@@ -7,36 +7,20 @@ same program. A trial is of one replica: there the others have what it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_par.mesh.replicas import as_tensors, of_all_replicas
+from lightning_par.mesh.replicas import of_all_replicas
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.modes import innermost_mode
-from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.run_state import RunState
 
 
-def gathering(module: nn.Module) -> Callable[..., Any]:
-    """In place of the ``all_gather`` of the LightningModule ``module``, in a step and its trials."""
-
-    def gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        device: Any = module.device
-        return all_gather(as_tensors(data, device), group, sync_grads)
-
-    return gather
-
-
-def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-    """In place of a strategy's ``all_gather``, in a step and its trials."""
+def all_gather(x: Tensor, sync_grads: bool) -> Tensor:
+    """In place of a strategy's ``all_gather``, in a step and its trials: see `gathered`."""
     copies = RunState.current.copies_of_model
-    if copies is None or copies.size == 1:
-        return data
-    return map_tensors(lambda x: gathered(x, copies.size, sync_grads), data)
+    return x if copies is None or copies.size == 1 else gathered(x, copies.size, sync_grads)
 
 
 def reduced(x: Tensor, op: str) -> Tensor:

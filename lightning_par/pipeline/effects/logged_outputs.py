@@ -10,7 +10,6 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_par.pipeline.effects.all_gather import gathering
 from lightning_par.pipeline.effects.console import Hearing, Said, SayingCall, heard_of_module, hearing_loggers, hushed
 from lightning_par.pipeline.run.located import Run, no_events
 from lightning_par.private.lightning_modules import trainer_of
@@ -145,7 +144,7 @@ def _as_it_is(value: Tensor) -> Tensor:
 @contextlib.contextmanager
 def silent(module: nn.Module) -> Iterator[None]:
     """What ``module`` logs and what is said inside is dropped."""
-    methods = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "all_gather": gathering(module)}
+    methods = {"log": _nothing, "log_dict": _nothing, "print": _nothing}
     with Replaced(module, methods), hushed(), hearing_loggers(_trainer(module), _nothing):
         yield
 
@@ -159,7 +158,7 @@ def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 def heard_from(module: nn.Module, recorder: Recorder) -> Replaced:
     """Around what ``module`` logs, which goes to the ``recorder``; may be entered many times."""
-    return Replaced(module, {"log": recorder.log, "print": recorder.print, "all_gather": gathering(module)})
+    return Replaced(module, {"log": recorder.log, "print": recorder.print})
 
 
 @contextlib.contextmanager

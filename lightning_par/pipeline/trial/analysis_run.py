@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_par.pipeline.effects.all_gather import gathering
 from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight
@@ -146,7 +146,8 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run = Analysis(mode, asked.stages, axis, batch, asked.layouts)
     run.untried = step.untried
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
-    vars(copy)["all_gather"] = gathering(copy)
+    if trainer_of(step.module) is not None:  # by the strategy, as in a run
+        vars(copy)["all_gather"] = MethodType(type(step.module).all_gather, copy)  # type: ignore[attr-defined]
     if step.starts:
         with generators.kept(), quiet(), hushed():
             call_start_hooks(copy, step.name, batch)

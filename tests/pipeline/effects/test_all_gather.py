@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_par import HybridParallelStrategy, dry_run, ledger
 from lightning_par.mesh.replicas import PURPOSE
-from tests.helpers.pool import Pool
+from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 
 C, SAMPLES = 6, 12
@@ -205,3 +206,26 @@ def test_a_layer_that_gathers_leaves_what_is_logged(pool: Pool, layout: Any, one
     assert {*expected} == {"loss", "val"}
     for values in pool.run(2 * replicas, _logged, layout, 2 * replicas):
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
+
+
+class _OwnGroup(Contrastive):
+    def setup(self, stage: str) -> None:
+        self.group = dist.new_group([0, 2])
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        z = self.layers(batch)
+        return (z - self.all_gather(z.detach(), group=self.group).mean(0)).square().mean()  # type: ignore[no-any-return]
+
+
+def _gathers_over_a_group() -> None:
+    layout, devices = LAYOUTS["pipeline"]
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=HybridParallelStrategy(**layout), max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(_OwnGroup(False), DataLoader(torch.randn(SAMPLES, C), batch_size=3))
+
+
+def test_a_group_of_the_users_own_is_refused(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="is called within a step, of which each rank of the"):
+        pool.run(4, _gathers_over_a_group)
