@@ -138,7 +138,8 @@ class BlockCalls:
     def weights_of(self, xs: Sequence[ShardedTensor]) -> list[Stored]:
         """Those weights whose memory ``xs`` share."""
         if not self._at:
-            self._at = {memory_of(x._local): x for x in self.escaped.weights}
+            # at the end of a run some are plain ones already
+            self._at = {memory_of(x._local): x for x in self.escaped.weights if isinstance(x, Stored)}
         return [x for memory in {memory_of(x._local): None for x in xs} if (x := self._at.get(memory)) is not None]
 
     def served(self, x: Stored, dtype: torch.dtype | None) -> Tensor | None:

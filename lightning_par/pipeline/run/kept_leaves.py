@@ -57,6 +57,7 @@ class KeptLeaves:
         self._tree, self._axis, self._meeting, self._placed = ModuleTree(module), axis, meeting, placed
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._registered: dict[str, Tensor] = {}
+        self._elsewhere: frozenset[tuple[str]] = frozenset()
         self._modules: list[tuple[str, nn.Module]] = []
         self._versions: list[int] = []
         self._held: dict[int, _Holding] = {}  # by the module's place, of those that hold any
@@ -67,7 +68,8 @@ class KeptLeaves:
     def found(self) -> dict[str, Tensor]:
         """Those that all ranks have, by name, for a step that is about to run. All ranks must call it."""
         there = self._there() | self._since_registered()
-        kinds = frozenset((name, tuple(x.shape), x.dtype) for name, x in there.items())
+        # copies of a stage's weights are others' elsewhere: all ranks have to meet for them
+        kinds = frozenset((name, tuple(x.shape), x.dtype) for name, x in there.items()) | self._elsewhere
         if kinds not in self._agreed:
             self._agreed[kinds] = self._on_all(kinds)
         self._step = {name: x for name, x in there.items() if name in self._agreed[kinds]}
@@ -113,8 +115,10 @@ class KeptLeaves:
     def _since_registered(self) -> dict[str, Tensor]:
         parameters = self._tree.parameters()
         if parameters is not self._parameters:
-            new = {name: p for name, p in parameters if name not in self._placed and not is_elsewhere(p)}
-            self._parameters, self._registered = parameters, {name: leaf(p) for name, p in new.items()}
+            new = {name: p for name, p in parameters if name not in self._placed}
+            self._elsewhere = frozenset((name,) for name, p in new.items() if is_elsewhere(p))
+            self._registered = {name: leaf(p) for name, p in new.items() if not is_elsewhere(p)}
+            self._parameters = parameters
         return {name: x for name, x in self._registered.items() if x.requires_grad} if self._registered else {}
 
     def _there(self) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,8 @@ class Gated(nn.Module):
 
 
 class Net(LightningModule):
-    """Beside its layers, it trains what they keep by hand, scales its batch by what it keeps itself, and has the step
-    make what comes next."""
+    """Beside its layers, it trains what they keep by hand, scales its batch by what it keeps itself, has the step
+    make what comes next, and keeps a copy of its head."""
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Net(LightningModule):
     def on_train_batch_start(self, *_: Any) -> None:
         self.taken = self.shift
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trained = {"first": self.first.gate, "second": self.second.gate, **self.scales}
         for name, kept in trained.items():
             leaf = kept if isinstance(kept, Tensor) else kept[0]  # type: ignore[index]
@@ -66,6 +67,8 @@ class Net(LightningModule):
         if self.taken.requires_grad:
             assert self.taken.grad is not None
             self.log("shift", self.taken.grad.square().sum(), on_epoch=True)
+        if batch_idx == 1:
+            self.snapshot = copy.deepcopy(self.head[1])  # weights more, on one stage
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
