@@ -37,6 +37,7 @@ CHANGING = {
     "sharded/rules/several_axes.py Mix.count": "",
     "sharded/rules/stored_weights.py Gathering.count": "",
     # of the process, and of no run
+    "resume/launched_run.py _OF_PROCESS": "which run an agent has started this process for",
     "mesh/world_groups.py _of_world": "groups, which end with their world, and on which nothing is written",
     "mesh/world_groups.py _on_host": "which of these groups has the same ranks as another",
     "mesh/positions.py _alive": "equal positions are one object, as long as somebody holds it",

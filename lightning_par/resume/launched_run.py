@@ -58,12 +58,30 @@ class LaunchedRun:
         return run
 
 
+@dataclass
+class _OfProcess:
+    """What the first rank's process knows of the run that an agent has started it for.
+
+    It may make its process group anew between fits, and with it the store: it belongs to the same attempt all the same.
+    """
+
+    run: LaunchedRun
+    fits: int = 0
+
+
+_OF_PROCESS: dict[str, _OfProcess] = {}
+"""By the agent's number of the run, of which a process has one."""
+
+
 def _found(environment: Any, namespace: Namespace, names: set[str]) -> LaunchedRun:
+    if _is_elastic() and _agents_number() in _OF_PROCESS:
+        return _OF_PROCESS[_agents_number()].run
     if _is_elastic():
         store = underlying_store()  # of the attempt's own where the agent shares none: then only agents remember
         known = {store.get(_KEY).decode()} if store.check([_KEY]) else names
         run = LaunchedRun(min(known, default=f"torchelastic {secrets.token_hex(16)}"), bool(known))
         store.set(_KEY, str(run.name))
+        _OF_PROCESS[_agents_number()] = _OfProcess(run)
         return run
     slurm = namespace.from_fabric("plugins.environments", "SLURMEnvironment")
     if isinstance(environment, slurm) and environment.job_id() is not None:
@@ -75,6 +93,10 @@ def _found(environment: Any, namespace: Namespace, names: set[str]) -> LaunchedR
 def _is_elastic() -> bool:
     """Whether an elastic agent, as torchrun, has started this process."""
     return uses_agent_store() or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _agents_number() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _file_of_agent() -> Path | None:
@@ -99,7 +121,11 @@ def _tell_agent(name: str) -> None:
 
 def number_of_fit() -> int:
     """Which fit of its process this is; asked once a fit, on the first rank."""
-    return int(default_store().add("lightning_par/fits", 1))
+    known = _OF_PROCESS.get(_agents_number()) if _is_elastic() else None
+    if known is None:
+        return int(default_store().add("lightning_par/fits", 1))
+    known.fits += 1
+    return known.fits
 
 
 def batch_of_first_attempt(fit: int, batch: tuple[int, int]) -> tuple[int, int]:
