@@ -79,7 +79,8 @@ class DryMixin(_Base):
     def _materialise(self, module: nn.Module) -> None:
         first, self._first = self._first, None
         if first is not None and self.groups.pipeline.size > 1:
-            self._trained, stages = _trained(first), self.parts.of(StagesPart)
+            with self._state.entered(copies_are_processes=True):  # a trial of the step
+                self._trained, stages = _trained(first), self.parts.of(StagesPart)
             if stages is not None:
                 stages.expect(self._trained)
         self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), self._live_bytes()

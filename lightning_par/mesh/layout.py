@@ -166,11 +166,6 @@ class Groups:
         return tuple(axis for axis in self.sharding if axis.size > 1)
 
     @property
-    def are_one_replica(self) -> bool:
-        """Whether all ranks, of which there are several, share one copy of the model, and so the batch."""
-        return self.data.size == 1 and self.replica.size > 1
-
-    @property
     def averaging(self) -> Axis:
         """The ranks whose gradients of the same whole weights are averaged."""
         return self.data if self.gradients.size == self.data.size else self.gradients

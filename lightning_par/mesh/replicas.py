@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.fake_tensors import FakeTensor
 
 PURPOSE = "all_gather"
 
@@ -28,6 +29,8 @@ def of_all_replicas(x: Tensor, axis: Axis, sync_grads: bool) -> Tensor:
 
         z = of_all_replicas(z_BD, groups.data, sync_grads=True).flatten(0, 1)  # of all batches
     """
+    if isinstance(x, FakeTensor) and not axis.dry:  # a trial is of one replica
+        return torch.stack([x if sync_grads else x.detach()] * axis.size)
     if has_torch_function_unary(x):  # in parts: a function with no rule of its own gets it whole
         return handle_torch_function(of_all_replicas, (x,), x, axis, sync_grads)  # type: ignore[no-any-return]
     return _OfAll.apply(x if sync_grads else x.detach(), axis)  # type: ignore[no-any-return]

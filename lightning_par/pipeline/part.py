@@ -23,6 +23,7 @@ from lightning_par.pipeline.between_steps.released_gradients import spent_gradie
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
 from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
 from lightning_par.pipeline.check_run import check_run
+from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.held_modules import HeldModules
 from lightning_par.pipeline.plan.uncalled import within
@@ -78,7 +79,8 @@ class StagesPart(Part):
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         if self.groups.pipeline.size > 1:
-            RunState.current.torn = STAGES
+            RunState.current.torn, RunState.current.sends_objects = STAGES, False
+            RunState.current.of_copies = of_copies
             check_run(trainer, module, self.wanted.namespace, self.wanted.asker)
 
     def listen(self, first: FirstStep) -> None:

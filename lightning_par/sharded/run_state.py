@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.broadcast import Kind, send_to_all
+from lightning_par.mesh.replicas import of_all_replicas
 from lightning_par.mesh.whereabouts import Whereabouts
 from lightning_par.sharded.random_streams import Streams
 from lightning_par.sharded.tensor_names import TensorNames
@@ -56,7 +57,9 @@ class RunState:
         hooks_alone: whether a backward runs whose hooks this rank of a pipeline alone runs.
         any_gradient: whether this rank of a pipeline holds a gradient of any weight.
         lender: who shows user code weights of all stages, of which this rank has some in parts; None in a step.
-        is_one_process: whether a step runs, or a trial of one, all ranks of which share the model.
+        of_copies: what all ``copies_of_model`` have of a tensor, in rank order, within a step.
+        sends_objects: whether a step may send Python's objects to other copies: all ranks run it equally often.
+        copies_are_processes: whether a step runs, or a trial of one, to whose code each copy of the model is a process.
         counted_processes: where user code has asked outside of steps how many processes there are.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
@@ -93,7 +96,9 @@ class RunState:
         self.any_gradient: Callable[[], bool] = bool
         self.lender: Any = None
         self.shows_memory = False
-        self.is_one_process = False
+        self.of_copies: Callable[[Tensor], Tensor] = self._of_copies
+        self.sends_objects = True
+        self.copies_are_processes = False
         self.counted_processes: str | None = None
         self._outer: RunState | None = None
         self._ended = False
@@ -133,6 +138,10 @@ class RunState:
         whole = whole.cpu() if to_cpu else whole
         return whole if self.files is None else self.files.kept(whole, axis)
 
+    def _of_copies(self, x: Tensor) -> Tensor:
+        assert self.copies_of_model is not None
+        return of_all_replicas(x, self.copies_of_model, sync_grads=False)
+
     def look_at_gradients(self, leaf: Tensor | None = None) -> None:
         """User code reads or sets the gradient of ``leaf``, or, without one, of a weight of any stage."""
         if self.looked_at is not None:
@@ -160,18 +169,19 @@ class RunState:
         RunState.current = RunState.current._open()
 
     @contextlib.contextmanager
-    def entered(self, one_process: bool = False) -> Iterator[None]:
+    def entered(self, copies_are_processes: bool = False) -> Iterator[None]:
         """Within, it is the current one, whichever run has begun since.
 
         Args:
-            one_process: whether a step, or a trial of one, runs within that all ranks share, as the batch.
+            sends_objects: whether a step may send Python's objects to other copies: all ranks run it equally often.
+        copies_are_processes: whether a step, or a trial of one, runs within, and ranks share copies of the model.
         """
         before, RunState.current = RunState.current, self
-        was, self.is_one_process = self.is_one_process, one_process
+        was, self.copies_are_processes = self.copies_are_processes, copies_are_processes
         try:
             yield
         finally:
-            self.is_one_process = was
+            self.copies_are_processes = was
             RunState.current = before._open()
 
     def _open(self) -> RunState:

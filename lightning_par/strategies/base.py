@@ -77,7 +77,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
                 self.model, self._synced_batch_norm = synced, True
             if self.groups.replica.size > 1:
                 summarize_whole(trainer.callbacks, trainer, self.lightning_module, self.namespace)
-        with self._state.entered(self.groups.are_one_replica):  # for trials of its steps
+        with self._state.entered(copies_are_processes=self.groups.replica.size > 1):  # for trials of its steps
             self._shard_model(trainer)
         self._materialise(self.model)
         self._close_gradients()

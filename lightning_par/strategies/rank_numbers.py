@@ -111,6 +111,45 @@ class RankInStep(Count):
         return hash(self.processes)
 
 
+class CopyRank(Count):
+    """A rank as `torch.distributed` tells it in a step: that of the copy of the model, to which collectives go.
+
+    It equals that number, as where code leaves its own features out of those that it gathered, and no other that one of
+    them could have; beyond them it equals the process's, which ``if rank == 3: raise`` may mean. Without a number to be
+    compared with, and ordered, it is the process's.
+
+    Args:
+        replicas: of the copy.
+        processes: of this process.
+        copies: how many there are.
+
+    Example::
+
+        rank = CopyRank(1, processes=3, copies=2)
+        assert rank == 1 and rank == 3 and rank != 0 and rank + 4 == 5
+        assert CopyRank(0, processes=1, copies=2) != 1
+    """
+
+    copies: int
+
+    def __new__(cls, replicas: int, processes: int, copies: int) -> CopyRank:
+        self = cast(CopyRank, super().__new__(cls, replicas, processes))
+        self.copies = copies
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other or self.copies <= self.processes == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
 def _processes(value: Any) -> Any:
     return value.processes if isinstance(value, Count) else value
 

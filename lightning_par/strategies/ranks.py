@@ -194,7 +194,6 @@ class RanksMixin(DeviceCountsMixin, HangWatchMixin):
         self._groups = make_groups(self.layout, self.timeout or DEFAULT_TIMEOUT)
         if self.groups.replica.size > 1:
             patches.replica_counts(self.namespace).hold(self)
-        if self.groups.are_one_replica:
             RunState.current.counted_processes = None  # as hooks from now on may
             patches.COLLECTIVES.hold(self)
         self._begin_watch(self.groups.world)

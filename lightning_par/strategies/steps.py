@@ -48,8 +48,8 @@ class StepsMixin(RanksMixin):
     @contextmanager
     def _step(self, kind: str) -> Generator[None, None, None]:
         """What all ranks run alike."""
-        alone = kind != "optimizer_step" and self.groups.are_one_replica
-        with self._state.entered(one_process=alone), ExitStack() as stack:
+        shared = kind != "optimizer_step" and self.groups.replica.size > 1
+        with self._state.entered(copies_are_processes=shared), ExitStack() as stack:
             stack.enter_context(shared_over(self.groups.sharding))
             for part in self.parts:
                 stack.enter_context(part.step(kind))

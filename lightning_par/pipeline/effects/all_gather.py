@@ -23,6 +23,11 @@ def all_gather(x: Tensor, sync_grads: bool) -> Tensor:
     return x if copies is None or copies.size == 1 else gathered(x, copies.size, sync_grads)
 
 
+def of_copies(x: Tensor) -> Tensor:
+    """What all copies of the model have of ``x``, for the user's own collectives; see `RunState.of_copies`."""
+    return all_gather(x, sync_grads=False)
+
+
 def reduced(x: Tensor, op: str) -> Tensor:
     """In place of a strategy's ``reduce``, in a step and its trials: ``x``, where the result is written.
 

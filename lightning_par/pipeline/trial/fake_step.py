@@ -78,8 +78,8 @@ class FakeRun(CallTree, Run):
         if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
             raise NotImplementedError(
                 f"{user_line()}: torch.distributed.{func.__name__} is called within a step, of which each rank of the "
-                "pipeline runs another part: they would wait for one another. Use `self.all_gather` or "
-                "`self.trainer.strategy.reduce`, which go over the copies of the model, or TensorParallelStrategy."
+                "pipeline runs another part: they would wait for one another. Name no group, to go over the copies of "
+                "the model, as `self.all_gather` does, or use TensorParallelStrategy."
             )
         if self.training and getattr(func, "__name__", "") == "retain_grad" and not args[0].is_leaf:
             raise NotImplementedError(

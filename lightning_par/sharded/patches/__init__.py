@@ -108,7 +108,7 @@ def _for_streams() -> Iterable[Patch]:
 def _for_collectives() -> Iterable[Patch]:
     from lightning_par.sharded.patches import collectives
 
-    return collectives.patches()
+    return (collectives.Collectives(),)
 
 
 def _for_sync_advice() -> Iterable[Patch]:

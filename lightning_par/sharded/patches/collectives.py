@@ -1,9 +1,9 @@
-"""Collectives of the user's own in a step that ranks share: these are one process to them, as one device is.
+"""Collectives of the user's own in a step whose ranks share copies of the model: each copy is one process to them.
 
 ``dist.all_reduce(center); center /= dist.get_world_size()`` is what losses do that keep a mean over all batches, and
-others gather features as negatives. Ranks that share the model have the same batch: what they sum up or gather is
-there once. Calls of other code, and of groups of the user's own, are left alone, and so are those between steps. The
-number of processes in the environment is that of `get_world_size()`.
+others gather features as negatives. Ranks that share a copy have the same batch: what they sum up or gather is there
+once. Calls over groups of the user's own are left alone, and so are those between steps. The number of processes in
+the environment is that of `get_world_size()`.
 """
 
 from __future__ import annotations
@@ -12,126 +12,146 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_par.mesh.wire import Done
-from lightning_par.sharded.patches.replacement import Replacement, Use
+from lightning_par.sharded.copies_collectives import BY_NAME, OF_ONE, Copies, of_objects
+from lightning_par.sharded.patches.replacement import Make, Replacement, Use
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
-from lightning_par.strategies.rank_numbers import Count
+from lightning_par.strategies.rank_numbers import CopyRank
 
 _LIBRARIES = frozenset(
     "torch lightning pytorch_lightning lightning_fabric lightning_utilities torchmetrics lightning_par".split()
 )
-_HOME = "torch.distributed.distributed_c10d"
-_MARK = "_counts_replicas"
 _FOR_CALLERS = "torch.distributed.nn"  # differentiable ones, which user code calls
 _NUMBER = "WORLD_SIZE"  # in the environment
 _GETTERS = ("os", "_collections_abc")  # modules by which user code reads that
 _COPY = type(os.environ).copy.__code__  # for another process, of all that is there
+_REFUSED = ("send", "recv", "isend", "irecv", "all_reduce_coalesced", "all_gather_coalesced")
 
 
-def _keep(*args: Any, **kwargs: Any) -> None:
-    """What one process sums up, or sends to itself, stays as it is."""
+class Collectives:
+    """The functions of `torch.distributed`, by whatever name a module has them, and the environment, replaced."""
+
+    def __init__(self) -> None:
+        self._of_torch = [Replacement(dist, name, make) for name, make in _made().items()]
+        self._of_torch.append(Replacement(type(os.environ), "__getitem__", _environment))
+        self._imported: list[Replacement] = []
+
+    def install(self) -> None:
+        made = {id(plain): make for name, make in _made().items() if callable(plain := getattr(dist, name, None))}
+        for replacement in self._of_torch:
+            replacement.install()
+        self._imported = [
+            Replacement(module, name, made[id(value)])
+            for module in _users_modules()
+            for name, value in [*vars(module).items()]
+            if id(value) in made
+        ]
+        for replacement in self._imported:
+            replacement.install()
+
+    def undo(self) -> None:
+        for replacement in (*self._imported, *self._of_torch):
+            replacement.undo()
+        self._imported = []
 
 
-def _fill_list(into: list[Any] | None, value: Any, *args: Any, **kwargs: Any) -> None:
-    """The process gathers its own."""
-    if into is not None:
-        _only(into)
-        if isinstance(value, Tensor):
-            into[0].copy_(value)
-        else:
-            into[0] = value
+def _made() -> dict[str, Make]:
+    return {
+        "get_world_size": _world_size,
+        "get_rank": _rank,
+        **dict.fromkeys((*BY_NAME, *OF_ONE), _collective),
+        **dict.fromkeys(_REFUSED, _refused),
+    }
 
 
-def _fill(into: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
-    into.copy_(value.reshape(into.shape))
-
-
-def _take(into: Tensor, values: list[Tensor] | None, *args: Any, **kwargs: Any) -> None:
-    """The process is handed its own."""
-    if values is not None:
-        _only(values)
-        into.copy_(values[0])
-
-
-def _exchange(into: list[Tensor], values: list[Tensor], *args: Any, **kwargs: Any) -> None:
-    _only(into)
-    into[0].copy_(values[0])
-
-
-def _take_object(into: list[Any], values: list[Any] | None, *args: Any, **kwargs: Any) -> None:
-    if values is not None:
-        into[0] = values[0]
-
-
-def _only(entries: list[Any]) -> None:
-    if len(entries) != 1:
-        raise ValueError(
-            f"{user_line()}: a collective is given a list of {len(entries)} tensors. In a step the ranks that share "
-            "the model are one process: take the number from `torch.distributed.get_world_size()` in the step, or "
-            "from `self.trainer.world_size`."
-        )
-
-
-_ALONE: dict[str, Callable[..., None]] = {
-    **dict.fromkeys(("all_reduce", "broadcast", "reduce", "barrier", "broadcast_object_list"), _keep),
-    **dict.fromkeys(("all_gather", "all_gather_object"), _fill_list),
-    **dict.fromkeys(("gather", "gather_object"), lambda x, into=None, *args, **kwargs: _fill_list(into, x)),
-    **dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"), _fill),
-    **dict.fromkeys(("reduce_scatter", "scatter"), _take),
-    "all_to_all": _exchange,
-    "scatter_object_list": _take_object,
-}
-"""What becomes of those of one process."""
-
-
-def patches() -> Iterable[Replacement]:
-    """Of the functions of `torch.distributed`, and of the environment."""
-    yield Replacement(dist, "get_world_size", _world_size)
-    yield Replacement(dist, "get_rank", _rank)
-    yield Replacement(type(os.environ), "__getitem__", _environment)
-    yield from (Replacement(dist, name, _collective) for name in _ALONE)
+def _users_modules() -> list[ModuleType]:
+    return [x for x in [*sys.modules.values()] if isinstance(x, ModuleType) and not _is_library(x.__name__)]
 
 
 def _collective(plain: Any, use: Use) -> Any:
-    place = [*inspect.signature(plain).parameters].index("group")
-    alone = _ALONE[plain.__name__]
+    signature, name = inspect.signature(plain), plain.__name__
 
     @functools.wraps(plain)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        group = args[place] if len(args) > place else kwargs.get("group")
-        if not use.on or not RunState.current.is_one_process or not _is_users(group, sys._getframe(1).f_globals):
+        if not use.on or not RunState.current.copies_are_processes or not _is_users(sys._getframe(1).f_globals):
             return plain(*args, **kwargs)
-        if RunState.current.counted_processes is not None:
-            raise ValueError(
-                f"{user_line()}: `{plain.__name__}` is called in a step, in which the ranks that share the model are "
-                f"one process, and their number was asked for outside of it, at "
-                f"{RunState.current.counted_processes}, where they are {dist.get_world_size()}. Take the number in the "
-                "step itself, or from `self.trainer.world_size`."
-            )
-        alone(*args, **kwargs)
-        return Done() if kwargs.get("async_op") else None
+        given = signature.bind(*args, **kwargs).arguments
+        if not _is_of_all(given.pop("group", None)):
+            return plain(*args, **kwargs)
+        _refuse_counted(name)
+        waits = not given.pop("async_op", False)
+        if name in BY_NAME:
+            BY_NAME[name](_copies(), **given)
+        else:
+            of_objects(_copies(), plain, given)
+        return None if waits else Done()
 
-    return _marked(collective)
+    return collective
+
+
+def _refused(plain: Any, use: Use) -> Any:
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if use.on and RunState.current.copies_are_processes and _is_users(sys._getframe(1).f_globals):
+            if _is_of_all(signature.bind(*args, **kwargs).arguments.get("group")):
+                raise NotImplementedError(
+                    f"{user_line()}: `torch.distributed.{plain.__name__}` in a step in which the ranks that share a "
+                    "copy of the model are one process. Use `self.all_gather`, a collective, or a group of your own."
+                )
+        return plain(*args, **kwargs)
+
+    return refused
+
+
+def _copies() -> Copies:
+    axis = RunState.current.copies_of_model
+    return Copies(0, 1, None) if axis is None else Copies(axis.rank, axis.size, axis.group)
+
+
+def _refuse_counted(name: str) -> None:
+    """
+    Raises:
+        ValueError: user code has the number of processes from outside of steps.
+    """
+    if RunState.current.counted_processes is not None:
+        raise ValueError(
+            f"{user_line()}: `{name}` is called in a step, in which the ranks that share a copy of the model are one "
+            f"process, and their number was asked for outside of it, at {RunState.current.counted_processes}, where "
+            f"they are {dist.get_world_size()}. Take the number in the step itself, or from `self.trainer.world_size`."
+        )
 
 
 def _world_size(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def get_world_size(group: Any = None) -> int:
-        if use.on and _is_users(group, sys._getframe(1).f_globals):
-            if RunState.current.is_one_process:
-                return 1
+        if use.on and _is_of_all(group) and _is_users(sys._getframe(1).f_globals):
+            if RunState.current.copies_are_processes:
+                return _copies().size
             RunState.current.counted_processes = user_line()
         return int(plain(group))
 
-    return _marked(get_world_size)
+    return get_world_size
+
+
+def _rank(plain: Any, use: Use) -> Any:
+    @functools.wraps(plain)
+    def get_rank(group: Any = None) -> int:
+        names = sys._getframe(1).f_globals
+        if not (use.on and _is_of_all(group) and RunState.current.copies_are_processes and _is_users(names)):
+            return int(plain(group))
+        copies = _copies()
+        mine = copies.rank, plain(group), copies.size
+        return copies.rank if _is_for_callers(names) else CopyRank(*mine)  # by which code names this process, too
+
+    return get_rank
 
 
 def _environment(plain: Any, use: Use) -> Any:
@@ -140,9 +160,9 @@ def _environment(plain: Any, use: Use) -> Any:
         found, asker = plain(environ, key), sys._getframe(1)
         if key != _NUMBER or not use.on or environ is not os.environ or asker.f_code is _COPY:
             return found
-        if _is_users(None, _reader(asker)):
-            if RunState.current.is_one_process:
-                return "1"
+        if _is_users(_reader(asker)):
+            if RunState.current.copies_are_processes:
+                return str(_copies().size)
             RunState.current.counted_processes = user_line()
         return found
 
@@ -156,32 +176,18 @@ def _reader(frame: FrameType | None) -> dict[str, Any]:
     return {} if frame is None else frame.f_globals
 
 
-def _rank(plain: Any, use: Use) -> Any:
-    @functools.wraps(plain)
-    def get_rank(group: Any = None) -> int:
-        if use.on and RunState.current.is_one_process and _is_users(group, sys._getframe(1).f_globals):
-            return Count(0, processes=plain(group))  # by which code names this process
-        return int(plain(group))
-
-    return _marked(get_rank)
+def _is_of_all(group: Any) -> bool:
+    return group is None or group is dist.group.WORLD
 
 
-def _is_users(group: Any, names: dict[str, Any]) -> bool:
-    """Whether a call is over all processes, and of code that a user wrote or took from another package."""
-    if group is not None and group is not dist.group.WORLD:
-        return False
-    name = str(names.get("__name__", ""))
-    if name.partition(".")[0] in _LIBRARIES:
-        return name.startswith(_FOR_CALLERS)
-    return not any(_is_imported(names.get(each)) for each in (*_ALONE, "get_world_size"))
+def _is_users(names: dict[str, Any]) -> bool:
+    """Whether a call is of code that a user wrote or took from another package."""
+    return _is_for_callers(names) or not _is_library(str(names.get("__name__", "")))
 
 
-def _is_imported(found: Any) -> bool:
-    """Whether a module has a function by ``from torch.distributed import``, which meets processes, so that all that it
-    asks must."""
-    return getattr(found, "__module__", "") == _HOME and not hasattr(found, _MARK)
+def _is_for_callers(names: dict[str, Any]) -> bool:
+    return str(names.get("__name__", "")).startswith(_FOR_CALLERS)
 
 
-def _marked(function: Any) -> Any:
-    setattr(function, _MARK, True)
-    return function
+def _is_library(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARIES

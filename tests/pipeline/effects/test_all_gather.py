@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_par import HybridParallelStrategy, dry_run, ledger
+from lightning_par import HybridParallelStrategy, dry_run
 from lightning_par.mesh.replicas import PURPOSE
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.second_step import SecondStep
 from tests.helpers.slow import slow
 
 C, SAMPLES = 6, 12
@@ -119,21 +120,8 @@ def test_replicas_gather_of_one_another(pool: Pool, name: str, grads: bool) -> N
         torch.testing.assert_close(values, logged, rtol=0, atol=1e-12)
 
 
-class _Second(Callback):
-    """What this rank sends of what is gathered, in its second step."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.open = ledger()
-            self.moved = self.open.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.open.__exit__(None, None, None)
-
-
 def _sent(layout: dict[str, Any], devices: int) -> tuple[float, int]:
-    second = _Second()
+    second = SecondStep()
     trainer = Trainer(
         accelerator="cpu", devices=devices, strategy=HybridParallelStrategy(**layout), max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[second],

@@ -11,15 +11,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed import all_reduce as imported_all_reduce
 from torch.distributed.nn import functional as differentiable
 from torch.utils.data import DataLoader
 
-from lightning_par import HybridParallelStrategy
+from lightning_par import HybridParallelStrategy, dry_run
+from lightning_par.mesh.replicas import PURPOSE
 from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.second_step import SecondStep
 from tests.helpers.slow import slow
-from tests.helpers.surface import check, trained
+from tests.helpers.surface import check, compare, trained
 
 BATCHES = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).view(12, 8).mul(40).sin()
 PIPELINE, TENSOR = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
@@ -62,9 +65,55 @@ class Centred(nn.Module):
         return y
 
 
+def _by_all_of_them(x: Tensor) -> Tensor:
+    """A number for each feature by which every collective counts; [4, 8] to [8]."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = torch.zeros_like(x[0])
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        y = x.mean(0)
+        work = dist.all_reduce(y, op, async_op=True)
+        assert work is not None
+        work.wait()
+        found += y
+    imported_all_reduce(y := x.amax(0))
+    found += y
+    dist.broadcast(y := x[0].clone(), src=size - 1)
+    found += y * 0.3
+    dist.reduce(y := x[1].clone(), dst=size - 1)
+    found += y * 0.2 if rank == size - 1 else 0.0
+    rows = [torch.zeros_like(x) for _ in range(size)]
+    dist.all_gather(rows, x)
+    found += sum(i * y.mean(0) for i, y in enumerate(rows)) + rows[rank][0]
+    found += sum(y.amax(0) for i, y in enumerate(rows) if i != rank)  # as negatives leave one's own out
+    dist.gather(x, rows if rank == 0 else None, dst=0)
+    found += rows[-1].amin(0)
+    dist.all_gather_into_tensor(whole := x.new_zeros(size * len(x), 8), x)
+    found += whole.square().mean(0)
+    parts = [x[i] * (1 + rank) for i in range(size)]
+    dist.reduce_scatter(y := torch.zeros_like(x[0]), parts)
+    found += y * 0.1
+    dist.reduce_scatter_tensor(y := x.new_zeros(len(x) // size, 8), x)
+    found += y.mean(0)
+    dist.scatter(y := torch.zeros_like(x[0]), parts if rank == size - 1 else None, src=size - 1)
+    found += y * 0.4
+    dist.all_to_all_single(y := torch.zeros_like(x), x)
+    found += y[0] * 0.7 + y[-1]
+    dist.barrier()
+    return found
+
+
+def _of_one(x: Tensor) -> Tensor:
+    """The same of one process."""
+    return (
+        4 * x.mean(0) + x.amax(0) + 0.3 * x[0] + 0.2 * x[1] + x[0] + x.amin(0) + x.square().mean(0)
+        + 0.1 * x[0] + x.mean(0) + 0.4 * x[0] + 0.7 * x[0] + x[-1]
+    )  # fmt: skip
+
+
 class Talks(LightningModule):
     def __init__(self, way: str) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.way = way
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Centred() if way == "layer" else nn.Linear(8, 8))
         self.register_buffer("centre", torch.zeros(8))
@@ -90,6 +139,13 @@ class Talks(LightningModule):
             loss = loss + Gathered.apply(x).logsumexp((0, 1)).sum()  # type: ignore[no-untyped-call]
         elif self.way == "gathered":
             loss = loss + x[None].logsumexp((0, 1)).sum()
+        elif self.way == "collectives" and dist.is_initialized():
+            loss = loss + (x.sum(0) * _by_all_of_them(x.detach())).mean()
+        elif self.way == "collectives":
+            loss = loss + (x.sum(0) * _of_one(x.detach())).mean()
+        elif self.way == "differentiable gather":
+            rows = differentiable.all_gather(x) if dist.is_initialized() else [x]
+            loss = loss + torch.cat(list(rows)).logsumexp(0).sum()
         elif self.way == "differentiable":
             loss = loss + (differentiable.all_reduce(x.mean(0)) if dist.is_initialized() else x.mean(0)).square().sum()
         self.log("loss", loss)
@@ -100,8 +156,11 @@ class Talks(LightningModule):
 
 
 def _fit(way: str, layout: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    return trained(Talks(way), DataLoader(BATCHES, batch_size=4), partial(HybridParallelStrategy, **layout))
+    return _fit_module(Talks(way), layout)
+
+
+def _fit_module(module: LightningModule, layout: dict[str, Any]) -> Any:
+    return trained(module, DataLoader(BATCHES, batch_size=4), partial(HybridParallelStrategy, **layout))
 
 
 @slow("*-differentiable", "pipeline-centre", "tensor-layer", "pipeline-environment_in_step")
@@ -109,6 +168,89 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("layout", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
 def test_ranks_that_share_the_model_are_one_process(way: str, layout: dict[str, Any], pool: Pool) -> None:
     check(pool, _fit, way, layout)
+
+
+COPIES: dict[str, dict[str, Any]] = {
+    "pipeline": PIPELINE,
+    "tensor": TENSOR,
+    "sequence": {"sequence_parallel_size": 2},
+    "cut": {**PIPELINE, "microbatches": 1},
+    "fsdp": {**TENSOR, "data_parallel": "fsdp"},
+    "pipeline-fsdp": {**PIPELINE, "data_parallel": "fsdp"},
+}
+
+
+@slow(but=["pipeline-collectives", "tensor-collectives", "pipeline-fsdp-differentiable gather", "sequence-gathered"])
+@pytest.mark.parametrize(
+    "way",
+    ["collectives", "centre", "gathered", "differentiable gather", "differentiable", "layer", "environment_in_step"],
+)
+@pytest.mark.parametrize("layout", COPIES)
+def test_with_several_copies_each_is_one_process(way: str, layout: str, pool: Pool) -> None:
+    """As it is to code of two replicas that share nothing."""
+    two = pool.run(2, _fit, way, {"data_parallel_size": 2})
+    for rank, found in enumerate(pool.run(4, _fit, way, {"data_parallel_size": 2, **COPIES[layout]})):
+        assert not compare(two[rank // 2], found, 1e-9)
+
+
+def _objects(layout: dict[str, Any]) -> Any:
+    found: dict[str, Any] = {}
+
+    class Objects(Talks):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            rank, size = dist.get_rank(), dist.get_world_size()
+            gathered, one, mine = [None] * size, [rank], [None]
+            dist.all_gather_object(gathered, f"of {int(rank)}")
+            dist.broadcast_object_list(one, src=size - 1)
+            dist.scatter_object_list(mine, [f"to {i}" for i in range(size)] if rank == 0 else None, src=0)  # type: ignore[arg-type]
+            found.update(gathered=gathered, one=one, mine=mine)
+            return super().training_step(batch, batch_idx)
+
+    _fit_module(Objects("none"), layout)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_objects_go_to_other_copies(layout: str, pool: Pool) -> None:
+    if layout == "pipeline":
+        with pytest.raises(RanksFailedError, match=r"all_gather_object` in a step of a pipeline with 2 copies of the"):
+            pool.run(4, _objects, {"data_parallel_size": 2, **COPIES[layout]})
+        return
+    for rank, found in enumerate(pool.run(4, _objects, {"data_parallel_size": 2, **COPIES[layout]})):
+        assert found == {"gathered": ["of 0", "of 1"], "one": [1], "mine": [f"to {rank // 2}"]}
+
+
+def _fit_sending(layout: dict[str, Any]) -> Any:
+    class Sends(Talks):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            dist.send(batch, (dist.get_rank() + 1) % dist.get_world_size())
+            return super().training_step(batch, batch_idx)
+
+    return _fit_module(Sends("none"), layout)
+
+
+def test_messages_to_a_process_are_refused(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match=r"test_collectives.py:\d+: `torch.distributed.send` in a step in which"):
+        pool.run(2, _fit_sending, TENSOR)
+
+
+@slow(but=["pipeline-gathered", "tensor-centre"])
+@pytest.mark.parametrize("way", ["centre", "gathered", "layer"])
+@pytest.mark.parametrize("layout", ["pipeline", "tensor"])
+def test_a_dry_run_counts_what_they_send(layout: str, way: str, pool: Pool) -> None:
+    asked = {"data_parallel_size": 2, **COPIES[layout]}
+    counted = pool.run(4, _sent, way, asked)
+    for rank, sent in enumerate(counted):
+        found = dry_run(partial(Talks, way), BATCHES[:2].float(), asked, devices=4, rank=rank)
+        assert found.sent.get(("data", PURPOSE), 0) == sent
+    assert max(counted) > 0
+
+
+def _sent(way: str, layout: dict[str, Any]) -> float:
+    second = SecondStep()
+    data: Any = DataLoader(BATCHES[:8].float(), batch_size=2)  # type: ignore[arg-type]
+    trained(Talks(way), data, partial(HybridParallelStrategy, **layout), callbacks=[second], precision="32-true")
+    return second.moved.sent("data", PURPOSE)
 
 
 @slow("pipeline-environment", "tensor-counted")
@@ -119,18 +261,9 @@ def test_a_number_of_processes_from_outside_of_steps_is_refused(layout: dict[str
         pool.run(2, _fit, way, layout)
 
 
-def test_code_that_has_imported_a_function_meets_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = dist.get_world_size
-    with patches.COLLECTIVES.installed(), RunState.current.entered(one_process=True):
-        assert dist.get_world_size() == 1
-        monkeypatch.setitem(globals(), "get_world_size", plain)
-        with pytest.raises(ValueError, match="has not been initialized"):  # torch's own
-            dist.get_world_size()
-
-
 def test_a_copy_of_the_environment_asks_for_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with patches.COLLECTIVES.installed(), RunState.current.entered(one_process=True):
+    with patches.COLLECTIVES.installed(), RunState.current.entered(copies_are_processes=True):
         assert (os.environ["WORLD_SIZE"], os.getenv("WORLD_SIZE"), os.environ.copy()["WORLD_SIZE"]) == ("1", "1", "2")
     with patches.COLLECTIVES.installed():
         before = RunState.current.counted_processes
