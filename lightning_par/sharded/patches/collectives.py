@@ -31,7 +31,8 @@ _FOR_CALLERS = "torch.distributed.nn"  # differentiable ones, which user code ca
 _NUMBER = "WORLD_SIZE"  # in the environment
 _GETTERS = ("os", "_collections_abc")  # modules by which user code reads that
 _COPY = type(os.environ).copy.__code__  # for another process, of all that is there
-_REFUSED = ("send", "recv", "isend", "irecv", "all_reduce_coalesced", "all_gather_coalesced")
+# no isend and irecv, which `P2POp` compares with its own
+_REFUSED = ("send", "recv", "all_reduce_coalesced", "all_gather_coalesced")
 
 
 class Collectives:

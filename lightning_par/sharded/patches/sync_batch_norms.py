@@ -9,12 +9,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.ledger import Verb, note
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.run_state import RunState
+
+PURPOSE = "sync_batch_norm"
 
 
 def patch() -> Replacement:
@@ -29,12 +34,36 @@ def _over_copies(plain: Any, use: Use) -> Any:
         group = layer.process_group
         if copies is None or not any(group is one for one in (None, dist.group.WORLD, copies.group)):
             return plain(layer, input)  # type: ignore[no-any-return]
-        if copies.size == 1 or isinstance(input, FakeTensor):  # a trial is of one replica
+        fake = isinstance(input, FakeTensor)
+        if copies.size == 1 or fake and not copies.dry:  # a trial is of one replica
             return nn.BatchNorm2d.forward(layer, input)  # type: ignore[arg-type]  # which looks at dims by the layer's own
         layer.process_group = copies.group
         try:
-            return plain(layer, input)  # type: ignore[no-any-return]
+            result: Tensor = nn.BatchNorm2d.forward(layer, input) if fake else plain(layer, input)  # type: ignore[arg-type]
         finally:
             layer.process_group = group
+        return _Noted.apply(result, input, copies) if layer.training else result  # type: ignore[no-any-return]
 
     return forward
+
+
+class _Noted(torch.autograd.Function):
+    """The messages of a norm, which are torch's own, go into the ledger: mean, deviation and count of each replica, and
+    sums of two gradients where the input has one."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, input: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.channels, ctx.dtype = axis, input.shape[1], torch.promote_types(input.dtype, torch.float32)
+        _note("all_gather", axis, (2 * ctx.channels + 1) * axis.size, ctx.dtype)
+        ctx.sums = ctx.needs_input_grad[1]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if ctx.sums:
+            _note("all_reduce", ctx.axis, 2 * ctx.channels, ctx.dtype)
+        return grad, None, None
+
+
+def _note(verb: Verb, axis: Axis, numel: int, dtype: torch.dtype) -> None:
+    note(verb, axis.name, PURPOSE, numel, numel * dtype.itemsize, axis.size)
