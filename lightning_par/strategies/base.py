@@ -72,7 +72,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         self.model_to_device()
         if fitting:
             self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
-            synced = sync_batch_norm(self.model, layer_sync(self), self.groups.data, self.root_device, self.namespace)
+            synced = sync_batch_norm(self.model, layer_sync(self), self.groups.data, self.namespace)
             if synced is not None:
                 self.model, self._synced_batch_norm = synced, True
             if self.groups.replica.size > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from lightning_par.mesh.axis import Axis
@@ -15,30 +14,18 @@ if TYPE_CHECKING:
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def sync_batch_norm(
-    model: nn.Module, layer_sync: Any, data: Axis, device: torch.device, namespace: Namespace
-) -> nn.Module | None:
+def sync_batch_norm(model: nn.Module, layer_sync: Any, data: Axis, namespace: Namespace) -> nn.Module | None:
     """``model`` with synchronized batch norms; None where it stays as it is.
 
     Args:
         model: whole.
         layer_sync: the Trainer's plugin; None where the user asked for none.
         data: the axis of the replicas.
-        device: of this rank.
         namespace: whose Lightning the plugin is.
-
-    Raises:
-        ValueError: torch has none for the device.
     """
-    layers = [name for name, m in model.named_modules() if isinstance(m, _BATCH_NORMS)]
-    if layer_sync is None or not layers or data.size == 1:
+    if layer_sync is None or data.size == 1 or not any(isinstance(m, _BATCH_NORMS) for m in model.modules()):
         return None
     if not isinstance(layer_sync, namespace.from_pytorch("plugins", "TorchSyncBatchNorm")):
         return layer_sync.apply(model)  # type: ignore[no-any-return]
-    if device.type == "cpu":
-        raise ValueError(
-            f"sync_batchnorm=True: torch's SyncBatchNorm does not run on CPU, and {layers[0]!r} is a BatchNorm. "
-            "Write Trainer(sync_batchnorm=False), or train on GPUs."
-        )
     synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group=data.group)
     return synced

@@ -33,6 +33,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
@@ -483,6 +484,22 @@ class Normed(Net):
         return self.head(self.norm(self.blocks[1](self.blocks[0](x))))
 
 
+class OfAll(nn.BatchNorm1d):
+    """By hand over all processes, on any device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return super().forward(torch.cat(all_gather(x.contiguous()))).chunk(2)[dist.get_rank()]
+
+
+def synced(at: At) -> Any:
+    module = Normed()
+    if at.column == DDP:  # torch's own does not run on CPU
+        module.batch_norm = OfAll(C)
+    return at.whole().fit(module, sync_batchnorm=at.column != DDP)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(tokens(BATCH * STEPS, 3))
@@ -584,11 +601,7 @@ FEATURES: dict[str, Feature] = {
     "`profiler`, `detect_anomaly`, `deterministic`, `inference_mode=False`": Feature(
         options(profiler="simple", detect_anomaly=True, deterministic=True, inference_mode=False)
     ),
-    "`sync_batchnorm`": Feature(
-        lambda at: at.whole().fit(Normed(), sync_batchnorm=True),
-        dict.fromkeys(REPLICAS, "torch's SyncBatchNorm does not run on CPU"),
-        on_gpus=True,
-    ),
+    "`sync_batchnorm`": Feature(synced),
     "an `IterableDataset`": Feature(stream),
     "`use_distributed_sampler=False`": Feature(options(use_distributed_sampler=False)),
     "`barebones`": Feature(barebones),

@@ -274,26 +274,6 @@ class WithBatchNorm(Model):
         self.net.insert(1, nn.BatchNorm1d(8).double())
 
 
-def _batch_norm() -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=TensorParallelStrategy(tensor_parallel_size=1),
-        sync_batchnorm=True,
-        logger=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(WithBatchNorm(), DataLoader(Points(), BATCH))
-
-
-def test_sync_batchnorm_on_cpu_is_refused_by_name(pool: Pool) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        pool.run(2, _batch_norm)
-    reports = caught.value.reports.values()
-    assert len(reports) == 2
-    assert all("'net.1' is a BatchNorm. Write Trainer(sync_batchnorm=False)" in report for report in reports)
-
-
 def _other_module() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -1,7 +1,8 @@
 """``nn.SyncBatchNorm`` that a model's own code makes, and that names no group: over the copies of the model.
 
 Torch takes all processes: under a tensor axis a batch counted once a rank, and the stages of a pipeline, each of which
-has other layers, would wait for one another. With one copy of the model it is a BatchNorm, as in one process.
+has other layers, would wait for one another. With one copy of the model it is a BatchNorm, as in one process. On CPU,
+where torch has none, it is our own.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from lightning_par.mesh.ledger import Verb, note
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.run_state import RunState
-
-PURPOSE = "sync_batch_norm"
+from lightning_par.sharded.synced_norm import PURPOSE, synced_norm
 
 
 def patch() -> Replacement:
@@ -37,6 +37,8 @@ def _over_copies(plain: Any, use: Use) -> Any:
         fake = isinstance(input, FakeTensor)
         if copies.size == 1 or fake and not copies.dry:  # a trial is of one replica
             return nn.BatchNorm2d.forward(layer, input)  # type: ignore[arg-type]  # which looks at dims by the layer's own
+        if input.device.type == "cpu" and layer.training:
+            return _on_cpu(layer, input, copies)
         layer.process_group = copies.group
         try:
             result: Tensor = nn.BatchNorm2d.forward(layer, input) if fake else plain(layer, input)  # type: ignore[arg-type]
@@ -45,6 +47,17 @@ def _over_copies(plain: Any, use: Use) -> Any:
         return _Noted.apply(result, input, copies) if layer.training else result  # type: ignore[no-any-return]
 
     return forward
+
+
+def _on_cpu(layer: nn.SyncBatchNorm, input: Tensor, copies: Axis) -> Tensor:
+    factor, running = layer.momentum or 0.0, None
+    if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
+        running = layer.running_mean, layer.running_var
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:  # the mean over all batches
+            factor = 1.0 / float(layer.num_batches_tracked)
+    return synced_norm(input, layer.weight, layer.bias, running, factor, layer.eps, copies)
 
 
 class _Noted(torch.autograd.Function):
