@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.python_state import generators
 
 
@@ -157,10 +158,15 @@ def _content(value: Any) -> bytes:
 
 
 class _Contents(pickle.Pickler):
-    """Pickles tensors by their entries: torch's own way names where their memory is."""
+    """Pickles tensors by their entries, of whichever class: torch's own way names where their memory is."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return NotImplemented
-        entries = raw_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
-        return tuple, ((str(value.dtype), tuple(value.shape), entries),)
+        if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # made of other tensors, which come here
+            return NotImplemented
+        with DisableTorchFunctionSubclass():
+            plain = value.detach().as_subclass(Tensor).cpu().contiguous()
+        entries = raw_bytes(plain).numpy().tobytes()
+        kind = () if type(value) is Tensor else (type(value), vars(value))
+        return tuple, ((str(plain.dtype), tuple(plain.shape), entries, *kind),)

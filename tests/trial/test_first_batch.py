@@ -51,11 +51,17 @@ class Stream(IterableDataset[Tensor]):
         yield from X
 
 
+class Picture(Tensor):
+    """As torchvision's."""
+
+
 class Fresh(IterableDataset[Any]):
     """Makes its items anew, equal ones, each time it is iterated."""
 
     def __iter__(self) -> Iterator[Any]:
-        yield from ({"x": row.clone(), "half": row.bfloat16(), "n": torch.tensor(i)} for i, row in enumerate(X))
+        for i, row in enumerate(X):
+            picture = row.clone().as_subclass(Picture)
+            yield {"x": row.clone(), "half": row.bfloat16(), "n": torch.tensor(i), "picture": picture}
 
 
 class OneShot(IterableDataset[Tensor]):
