@@ -229,9 +229,13 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def refusal(value: Any, device: torch.device, known: Known | None = None) -> str | None:
-    """Why ``value`` can't travel; None if it can."""
+    """Why ``value`` can't travel; None if it can. What can be pickled may be such that it can't be made again."""
+    file = io.BytesIO()
+    packer = _Packer(file, device, True, known)
     try:
-        _Packer(io.BytesIO(), device, True, known).dump(value)
+        packer.dump(value)
+        file.seek(0)
+        Unpacker(file, packer.tensors, known).load()
     except Exception as error:  # picklers raise whatever the objects' own methods raise
         return str(error)
     return None
