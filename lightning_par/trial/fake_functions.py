@@ -29,6 +29,9 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedTensor)
 
 
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def is_fake(x: Any) -> bool:
     """Whether ``x`` is a tensor without values, or a shard, of whose values a trial on one rank does not know all."""
     if isinstance(x, ShardedTensor):
@@ -103,7 +106,9 @@ def _of_kernel(error: Exception, inputs: list[Any]) -> bool:
 
 def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """As `run_on_fakes` where fakes can't run ``func``."""
-    chosen = _chosen(func, args, kwargs)
+    chosen = _at_places(mode, func, args, kwargs)
+    if chosen is NotImplemented:
+        chosen = _chosen(func, args, kwargs)
     if chosen is not NotImplemented:
         return chosen
     fakes = [x for x in tree_leaves((args, kwargs)) if is_fake(x)]
@@ -133,6 +138,23 @@ def _chosen(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     found = places_of(index if isinstance(index, tuple) else (index,))
     return NotImplemented if found is None else x[found]
+
+
+def _at_places(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What is at places that are not known, as in ``x[i]``, in the memory of a fake of ``x``; or what it becomes."""
+    if getattr(func, "__name__", "") not in ("__getitem__", "__setitem__") or kwargs:
+        return NotImplemented
+    x, index, *value = args
+    index = index if isinstance(index, tuple) else (index,)
+    if isinstance(x, ShardedTensor) or not any(map(_is_place, index)):
+        return NotImplemented
+    x = x if is_fake(x) else mode.from_tensor(x)
+    return func(x, tuple(0 if _is_place(i) else i for i in index), *value)
+
+
+def _is_place(x: Any) -> bool:
+    """Whether an index is one number without a value: as with any number, what it picks is a view."""
+    return is_fake(x) and not isinstance(x, ShardedTensor) and not x.ndim and x.dtype in _WHOLE
 
 
 def places_of(index: Sequence[Any]) -> tuple[Any, ...] | None:

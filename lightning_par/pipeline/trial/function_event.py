@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,12 +133,26 @@ def _result(run: Analysis, func: Any, args: Any, kwargs: Any, target: Tensor | N
             return result
         packs = getattr(func, "__name__", "").endswith("_packed_sequence") or run.sized > sized
         own = {id(x) for x in tensors_in(result) if packs and sizing(func, args) is not None and _counts(x)}
-        return map_tensors(lambda x: x if id(x) in own else as_located(run, x), result)
+        return map_tensors(lambda x: x if id(x) in own else _kept_a_view(run, func, x, args), result)
     into = args[0].clone()
     if not isinstance(into, FakeTensor) and not is_located(into):  # what a fake is written into must be one
         into = run.mode.from_tensor(into)
     run.run_function(func, (into, *args[1:]), kwargs)
     return into
+
+
+def _kept_a_view(run: Analysis, func: Any, x: Tensor, given: Sequence[Any]) -> Tensor:
+    """As `as_located`; a view of what depends on the batch alone is known for one, though it looks like a copy."""
+    located = as_located(run, x)
+    others = [y for y in tensors_in(given) if not is_located(y)]
+    if located is x and getattr(func, "__name__", "") == "__getitem__":  # at a place that is not known
+        others = [run.mode.from_tensor(y) for y in others[:1] if y is given[0]]
+    elif located is x:
+        return x
+    memory, own = memory_reference(x), memory_reference(located)
+    if memory is not None and own is not None and memory in map(memory_reference, others):
+        run.values.picked.add(own)
+    return located
 
 
 def as_located(run: Analysis, x: Tensor) -> Tensor:

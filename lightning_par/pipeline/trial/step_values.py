@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located
+from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
@@ -23,6 +25,12 @@ _WRITES_INTO_VIEWS = (
     "used. A pipeline can't follow that: build the tensor from its parts, e.g. with torch.stack or torch.cat."
 )
 
+
+_WRITES_INTO_PICKED = (
+    "writes into a part of a tensor that all stages of the pipeline have. Which part goes by a value of the model, "
+    "which one of them has. Write `t[i] = t[i] + 1` for `t[i] += 1`, and `t[i, j] = 1` for `t[i][j] = 1`, or use "
+    "TensorParallelStrategy."
+)
 
 _WRITES_UNSEEN = (
     "writes a value that depends on the model into a tensor of the module that was used before, through `.data` or "
@@ -45,6 +53,7 @@ class StepValues:
         nodes: of the graph, before anything is written into the value.
         views: ids of tensors of the module, or of views of them.
         memory: which values share some, and who writes into it.
+        picked: memory of values of the model that are views of what depends on the batch alone.
         kept: ids stay valid as long as the objects live.
         fresh: ids of tensors that functions of the batch alone made.
         stale: ids of tensors that share memory with one that a value of the model was written into since, and where:
@@ -64,6 +73,7 @@ class StepValues:
         self.nodes: dict[Key, Any] = {}
         self.views: set[int] = set()
         self.memory = SharedStorage()
+        self.picked: set[StorageWeakRef] = set()
         self.kept: list[Any] = [batch]
         self.fresh: set[int] = set()
         self.stale: dict[int, str] = {}
@@ -154,7 +164,11 @@ class StepValues:
             NotImplementedError: a tensor that the step was given, or that the module holds, shares memory with it.
         """
         target = args[0] if args else None
-        if not writes_into(name) or not isinstance(target, Tensor) or is_located(target):
+        if not writes_into(name) or not isinstance(target, Tensor):
+            return None
+        if is_located(target):
+            if memory_reference(target) in self.picked:
+                raise NotImplementedError(f"{user_line()}: `{name}` {_WRITES_INTO_PICKED}")
             return None
         place, base = f"{user_line()}: `{name}`", behind(target)
         for x in [x for kept in self.kept for x in tensors_in(kept)]:
