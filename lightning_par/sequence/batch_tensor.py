@@ -31,6 +31,7 @@ from lightning_par.sharded.rules.alias import kept
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import dispatch, run_whole
 from lightning_par.sharded.tensor import ShardedTensor, full
+from lightning_par.sharded.wrapped_tensors import is_wrapped
 
 
 class BatchTensor(ShardedTensor):
@@ -155,6 +156,8 @@ class BatchTensor(ShardedTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
         if aliases.is_any():
             return kept(_run, func, args, kwargs or {})
         return _run(func, args, kwargs or {})

@@ -31,6 +31,7 @@ from lightning_par.sharded.local_autograd import LocalAutograd
 from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.user_classes import KeepsClass, of_users_class, put_on, users_class
+from lightning_par.sharded.wrapped_tensors import is_wrapped
 
 _dispatch: Callable[..., Any] | None = None
 
@@ -167,6 +168,8 @@ class ShardedTensor(KeepsClass, LocalAutograd):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_wrapped(types):
+            return NotImplemented  # as a plain tensor, which torch does not ask
         lender = RunState.current.lender
         if lender is not None:  # between two steps of a pipeline
             result = lender.lent(func, args, kwargs or {}, sys._getframe(1))

@@ -25,6 +25,7 @@ from lightning_par.python_state.nested_tensors import cloned
 from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW, READS, VALUE_PROPERTIES, name_of, writes_into
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
+from lightning_par.sharded.wrapped_tensors import run_by_wrapper
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
@@ -63,6 +64,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (result := run_by_wrapper(self, func, types, args, kwargs)) is not NotImplemented:
+            return result
         name = name_of(func)
         if getattr(func, "__name__", "") == "__get__" and name not in VALUE_PROPERTIES:
             return func(*args, **kwargs)

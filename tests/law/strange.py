@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from lightning_par.private.pytree import tree_map
 from tests.law.found import Base, C
 
 
@@ -368,6 +370,84 @@ class HandsOutRouting(Base):
         self.scores: list[Tensor] = []
         y = self.b(self.a(self.mixture(batch[0])).tanh())
         return F.mse_loss(y, batch[0].flip(1)) + sum(s.logsumexp(-1).square().mean() for s in self.scores) * 0.1
+
+
+class Points:
+    """Coordinates under names; torch functions run on what it holds."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.values if isinstance(x, cls) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class OnPoints(Base):
+    """Layers and functions are handed such objects, alone and beside tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = torch.tanh(Points(self.a(Points(batch[0]))))
+        y = torch.stack([Points(y), Points(y * 2)]).mean(0) + Points(batch[0].flip(2))
+        loss = F.mse_loss(Points(self.b(Points(y))), batch[0].flip(1))
+        self.log("loss", loss)
+        return loss
+
+
+class Space(Counter[str]):
+    """Can be pickled, but not made again of that."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__({name: 2})
+
+
+class Sampled(nn.Module):
+    """Keeps what it samples first, in a space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(C, C)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = Space("x"), torch.ones(C)
+        return self.layer(x + self.kept[1])  # type: ignore[no-any-return]
+
+
+class KeepsWhatNoneCanMake(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.Identity()
+        self.first, self.second = Sampled(), Sampled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())  # type: ignore[no-any-return]
+
+
+class CountsAtPlaces(Base):
+    """Counts in a table which feature of a sequence is the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(C, C))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        for place in y.sum(1).argmax(-1):
+            self.count(place)
+        self.log("counted", self.table.sum())
+        return F.mse_loss(y, batch[0].flip(1))
+
+    def count(self, place: Tensor) -> None:
+        self.table[place] = self.table[place] + 1
+        self.table[place, place] = 0
+
+
+class CountsInViews(CountsAtPlaces):
+    def count(self, place: Tensor) -> None:
+        self.table[place].add_(1)
 
 
 STRANGE: dict[str, type[Base]] = {

@@ -35,7 +35,14 @@ from tests.law.found import (
     TooManyKinds,
     WritesWhatIsGiven,
 )
-from tests.law.strange import STRANGE, GivesItsWeights
+from tests.law.strange import (
+    STRANGE,
+    CountsAtPlaces,
+    CountsInViews,
+    GivesItsWeights,
+    KeepsWhatNoneCanMake,
+    OnPoints,
+)
 
 STEPS = 3
 CUT = (
@@ -69,10 +76,14 @@ BY_THEMSELVES = {
     kind.__name__: kind
     for kind in (
         AverageOfParts,
+        CountsAtPlaces,
+        CountsInViews,
         CountsKinds,
         CyclesLayers,
         GivesItsWeights,
         HookThatLeavesLate,
+        KeepsWhatNoneCanMake,
+        OnPoints,
         RegistersInLayer,
         RegistersOnItself,
         RenewsCodebook,
@@ -196,6 +207,23 @@ def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str, part: int) -
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None:
     assert _wrong(pool, list(STRANGE), LAYOUTS[layout])[0] == {}
+
+
+@slow("pipeline", "sequence", "fsdp")
+@pytest.mark.parametrize("layout", ["tensor", "placement", "pipeline", "sequence", "fsdp"])
+def test_objects_that_hold_tensors_and_run_functions_on_them_are_followed(pool: Pool, layout: str) -> None:
+    layouts = {**MEMORY_LAYOUTS, **LAYOUTS, "fsdp": {"data_parallel": "fsdp"}}
+    assert _wrong(pool, ["OnPoints"], layouts[layout])[0] == {}
+
+
+def test_what_layers_keep_may_be_such_that_no_other_rank_can_make_it(pool: Pool) -> None:
+    assert _wrong(pool, ["KeepsWhatNoneCanMake"], {"pipeline_parallel_size": 2, "microbatches": 1})[0] == {}
+
+
+def test_a_tables_views_at_places_that_the_model_tells_are_not_written_unseen(pool: Pool) -> None:
+    wrong, _ = _wrong(pool, ["CountsAtPlaces", "CountsInViews"], LAYOUTS["pipeline"])
+    assert list(wrong) == ["CountsInViews"]
+    assert "`add_` writes into a part of a tensor that all stages of the pipeline have" in wrong["CountsInViews"]
 
 
 @slow("residual", "fsdp x sequence", "tensor")

@@ -25,6 +25,7 @@ from lightning_par.sharded.rules.alias import Alias
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.user_classes import KeepsClass, set_class
+from lightning_par.sharded.wrapped_tensors import is_wrapped
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
@@ -48,7 +49,8 @@ class Weight(KeepsClass):
         kwargs, name = kwargs or {}, name_of(func)
         user = user_who_asks(cls._owner, func, name, args, sys._getframe(1))
         if user is None:
-            if any(issubclass(kind, ShardedTensor) and not issubclass(kind, Weight) for kind in types):
+            split = any(issubclass(kind, ShardedTensor) and not issubclass(kind, Weight) for kind in types)
+            if split or is_wrapped(types):
                 return NotImplemented  # which those answer, as where a layer adds this bias to what is split
             return as_it_is(func, args, kwargs)
         return cls._owner.run(user, func, name, args, kwargs)

@@ -22,6 +22,7 @@ from lightning_par.sharded.random_streams import Streams
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.whole_draws import WholeDraws
+from lightning_par.sharded.wrapped_tensors import run_by_wrapper
 
 
 class OtherDrawsError(RuntimeError):
@@ -176,6 +177,8 @@ class PartDraws(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name not in DRAWING:
             return func(*args, **kwargs)
+        if (result := run_by_wrapper(self, func, types, args, kwargs)) is not NotImplemented:
+            return result
         streams: Streams = RunState.current.streams
         number, streams.drawn_in_unit = streams.drawn_in_unit, streams.drawn_in_unit + 1
         part = self.parts[number] if number < len(self.parts) else None

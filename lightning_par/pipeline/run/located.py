@@ -23,6 +23,7 @@ from lightning_par.private.modes import innermost_mode
 from lightning_par.private.tensors import get_data, set_data
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.wrapped_tensors import run_by_wrapper
 from lightning_par.trial.guesses import Guesses
 
 _OF_DATA = {"__get__": get_data, "__set__": set_data}
@@ -64,6 +65,9 @@ class Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        result = NotImplemented if self.depth else run_by_wrapper(self, func, types, args, kwargs)
+        if result is not NotImplemented:
+            return result
         name = getattr(func, "__name__", "")
         # within an event or a unit: its inner functions are not events
         if self.depth or is_metadata(func, name):

@@ -27,6 +27,7 @@ from lightning_par.python_state.tensor_writes import note_write
 from lightning_par.sharded.functions import ARRAYS, HOOKS, READS, RECURRENT, SIZED_BY_SECOND, name_of
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.wrapped_tensors import run_by_wrapper
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
@@ -97,8 +98,10 @@ class FakeRun(CallTree, Run):
         return self._heard(func, types, args, kwargs)
 
     def _heard(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = kwargs or {}
+        if (result := run_by_wrapper(self, func, types, args, kwargs)) is not NotImplemented:
+            return result
         if self.depth:
-            kwargs = kwargs or {}
             self.draws.about_to_run(func, args)
             result = self.run_function(func, args, kwargs)
             if not is_metadata(func, getattr(func, "__name__", "")):

@@ -18,6 +18,7 @@ from lightning_par.sharded.rules.gather_report import name_of, user_line
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.strides import viewed
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.wrapped_tensors import is_wrapped
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -41,6 +42,8 @@ class Alias(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from lightning_par.sharded.rules.lookup import dispatch
 
+        if is_wrapped(types):
+            return NotImplemented
         lender = RunState.current.lender
         if lender is not None:
             result = lender.lent(func, args, kwargs or {}, sys._getframe(1))

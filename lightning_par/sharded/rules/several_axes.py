@@ -19,6 +19,7 @@ from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.tensors import make_wrapper_subclass
 from lightning_par.sharded.rules.chunked_linear import entry_chunks
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.wrapped_tensors import is_wrapped
 
 
 class Mix:
@@ -65,6 +66,8 @@ class InnerAxisTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
         kwargs = kwargs or {}
         inner = next(x._held._axis for x in tree_leaves((args, kwargs)) if isinstance(x, InnerAxisTensor))
         if any(isinstance(x, ShardedTensor) and x._axis is not inner for x in tree_leaves((args, kwargs))):
