@@ -22,6 +22,11 @@ def is_collection(module: Any) -> bool:
     return hasattr(module, "_groups_checked")
 
 
+def is_metric(module: Any) -> bool:
+    """Whether ``module`` is a metric or a collection of some; others may have an `update` and a `compute`, too."""
+    return callable(getattr(module, "compute", None)) and (has_states(module) or is_collection(module))
+
+
 def latest(metric: Any) -> Any:
     """What ``metric`` returned last, which Lightning logs where it is given the metric; ``compute`` is of all."""
     return metric._forward_cache

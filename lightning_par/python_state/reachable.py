@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_par.private import lightning_modules, metrics
 from lightning_par.private.module_hooks import HOOKS, hooks_on_all
@@ -203,7 +202,7 @@ class Reach:
             return
         name = self.name(name, module)
         skipped = _OWN | lightning_modules.ATTRIBUTES
-        if isinstance(module, Metric) or metrics.is_collection(module):
+        if metrics.is_metric(module):
             self.metrics[name] = module
             skipped |= metrics.ATTRIBUTES
         passing = () if lightning_modules.trainer_of(module) is None else _SPOKEN

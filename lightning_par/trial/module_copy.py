@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
+from lightning_par.private.metrics import is_metric
 from lightning_par.private.modes import no_modes
 from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
@@ -70,7 +71,7 @@ def stand_in(
     if hasattr(module, "automatic_optimization"):
         _silence(top, optimizers, _logger_stands(trainer))
     for submodule in top.modules():
-        if callable(getattr(submodule, "compute", None)) and callable(getattr(submodule, "update", None)):
+        if is_metric(submodule):
             _silence_metric(submodule, took)
     return top
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from lightning_par.private.pytree import tree_map
 from tests.law.found import Base, C
@@ -424,6 +425,52 @@ class KeepsWhatNoneCanMake(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())  # type: ignore[no-any-return]
+
+
+class Codebook(nn.Module):
+    """A layer that has an `update` and a `compute`, and is no metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(C, C)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.update()
+        return self.compute(x)
+
+    def update(self) -> None:
+        self.calls += 1
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()  # type: ignore[no-any-return]
+
+
+class Measures(nn.ModuleDict):
+    """Metrics under names, whose values it weighs: no collection of torchmetrics."""
+
+    def forward(self, y: Tensor, target: Tensor) -> dict[str, Tensor]:
+        values = {name: metric(y, target) for name, metric in self.items()}
+        return {**values, "sum": sum(values.values())}
+
+    def compute(self) -> dict[str, Tensor]:
+        return {name: metric.compute() for name, metric in self.items()}
+
+
+class UpdatesAndComputes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = Codebook()
+        self.measures = Measures({"mse": MeanSquaredError(), "mae": MeanAbsoluteError()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(self.codes(batch[0]))
+        measured = self.measures(y.detach(), batch[0])
+        self.log("sum", measured["sum"])
+        return F.mse_loss(y, batch[0].flip(1))
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.measures.compute())
 
 
 class CountsAtPlaces(Base):

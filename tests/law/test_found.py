@@ -42,6 +42,7 @@ from tests.law.strange import (
     GivesItsWeights,
     KeepsWhatNoneCanMake,
     OnPoints,
+    UpdatesAndComputes,
 )
 
 STEPS = 3
@@ -91,6 +92,7 @@ BY_THEMSELVES = {
         TakesFromHooks,
         TeacherAndDecision,
         TooManyKinds,
+        UpdatesAndComputes,
         WritesWhatIsGiven,
     )
 }
@@ -214,6 +216,11 @@ def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None
 def test_objects_that_hold_tensors_and_run_functions_on_them_are_followed(pool: Pool, layout: str) -> None:
     layouts = {**MEMORY_LAYOUTS, **LAYOUTS, "fsdp": {"data_parallel": "fsdp"}}
     assert _wrong(pool, ["OnPoints"], layouts[layout])[0] == {}
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_modules_that_update_and_compute_are_no_metrics_for_that(pool: Pool, layout: str) -> None:
+    assert _wrong(pool, ["UpdatesAndComputes"], LAYOUTS[layout])[0] == {}
 
 
 def test_what_layers_keep_may_be_such_that_no_other_rank_can_make_it(pool: Pool) -> None:

@@ -21,11 +21,6 @@ Around = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str
 METHODS = ("forward", "update", "compute")
 
 
-def is_metric(module: nn.Module) -> bool:
-    """Whether it is a torchmetrics Metric or a collection of some."""
-    return callable(getattr(module, "compute", None)) and callable(getattr(module, "update", None))
-
-
 @contextlib.contextmanager
 def calling(
     metrics: dict[str, nn.Module], around: Around | None, instead: Callable[[nn.Module, str], Callable[..., Any]] | None

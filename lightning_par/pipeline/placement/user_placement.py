@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_par.pipeline.effects.metrics import is_metric
 from lightning_par.pipeline.placement.settings import Chooser, check_place
+from lightning_par.private.metrics import is_metric
 
 
 @dataclass(frozen=True)

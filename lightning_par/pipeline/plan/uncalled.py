@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 from torch import nn
 
-from lightning_par.pipeline.effects.metrics import is_metric
 from lightning_par.pipeline.plan.stage_ranges import Homes
 from lightning_par.pipeline.plan.units import ancestors
+from lightning_par.private.metrics import is_metric
 
 
 def within(path: str, homes: Collection[str]) -> bool:

@@ -12,13 +12,14 @@ from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall, printed
 from lightning_par.pipeline.effects.held_loggers import refuse_held
-from lightning_par.pipeline.effects.metrics import METHODS, MetricCall, is_metric
+from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.private.metrics import is_metric
 from lightning_par.private.module_calls import plain_call, set_call
 from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
 from lightning_par.private.tensors import mark_parameter
