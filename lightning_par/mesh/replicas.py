@@ -40,7 +40,8 @@ class _OfAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return axis.all_gather(x, PURPOSE)
+        found = axis.all_gather(x, PURPOSE)
+        return found.copy_(x.expand_as(found)) if axis.dry else found  # of values, where the step has any
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

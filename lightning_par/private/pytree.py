@@ -10,7 +10,10 @@ from typing import Any
 
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["SUPPORTED_NODES", "leaves_given", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["APPLIERS", "SUPPORTED_NODES", "leaves_given", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+
+APPLIERS = ("torch.utils._pytree", "torch.utils._contextlib")
+"""Modules of torch that call a function which they are given, as `tree_map` and ``torch.no_grad()(function)`` do."""
 
 
 def leaves_given(args: Any, kwargs: Any) -> list[Any]:

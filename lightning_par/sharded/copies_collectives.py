@@ -7,6 +7,7 @@ or parts of the same, so that each group of them comes to the same.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,6 +230,7 @@ def _own_of_scatter_list(
 OF_ONE: dict[str, Collective] = {
     "broadcast_object_list": _keep,
     "barrier": _keep,
+    "monitored_barrier": _keep,
     "all_gather_object": _own_to_list,
     "gather_object": _own_to_gather_list,
     "scatter_object_list": _own_of_scatter_list,
@@ -236,22 +238,20 @@ OF_ONE: dict[str, Collective] = {
 """Those of Python's objects, and of nothing: what becomes of them with one copy."""
 
 
-def of_objects(copies: Copies, plain: Callable[..., None], given: dict[str, Any]) -> None:
-    """One of `OF_ONE`, called with the arguments ``given`` but for the group.
+def of_objects(name: str, copies: Copies, plain: Callable[..., None], given: dict[str, Any]) -> None:
+    """The one of `OF_ONE` of this ``name``, called with the arguments ``given`` but for the group.
 
     Raises:
         NotImplementedError: a pipeline's step, which runs on several ranks of a copy and not equally often, sends
             objects to others.
     """
-    name = plain.__name__
     if copies.size == 1:
         OF_ONE[name](**given)
     elif RunState.current.sends_objects:
-        for end in ("src", "dst"):
-            if end in given or f"group_{end}" in given:
-                given[f"group_{end}"] = copies.one(given.pop(end, None), given.pop(f"group_{end}", None))
+        for end in [one for one in ("src", "dst") if one in inspect.signature(plain).parameters]:  # 0, if none is named
+            given[f"group_{end}"] = copies.one(given.pop(end, None), given.pop(f"group_{end}", None))
         plain(**given, group=copies.group)
-    elif name != "barrier":
+    elif not name.endswith("barrier"):
         raise NotImplementedError(
             f"{user_line()}: `torch.distributed.{name}` in a step of a pipeline with {copies.size} copies of the "
             "model. Send tensors, as by `self.all_gather`, or call it in a hook."

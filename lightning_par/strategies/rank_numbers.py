@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 from lightning_par.strategies.namespace import Namespace
@@ -114,9 +116,9 @@ class RankInStep(Count):
 class CopyRank(Count):
     """A rank as `torch.distributed` tells it in a step: that of the copy of the model, to which collectives go.
 
-    It equals that number, as where code leaves its own features out of those that it gathered, and no other that one of
-    them could have; beyond them it equals the process's, which ``if rank == 3: raise`` may mean. Without a number to be
-    compared with, and ordered, it is the process's.
+    It is compared as that number, as where code leaves its own features out of those that it gathered, with all numbers
+    that are a copy's or how many there are; beyond them as the process's, which ``if rank == 3: raise`` may mean. So
+    the ranks that share a copy go the same way. Printed, or compared with another rank, it is the process's.
 
     Args:
         replicas: of the copy.
@@ -127,7 +129,7 @@ class CopyRank(Count):
 
         rank = CopyRank(1, processes=3, copies=2)
         assert rank == 1 and rank == 3 and rank != 0 and rank + 4 == 5
-        assert CopyRank(0, processes=1, copies=2) != 1
+        assert CopyRank(0, processes=1, copies=2) != 1 and 0 <= rank < 2
     """
 
     copies: int
@@ -138,16 +140,65 @@ class CopyRank(Count):
         return self
 
     def __eq__(self, other: object) -> bool:
-        return int(self) == other or self.copies <= self.processes == other
+        return _compared(operator.eq, self, other)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
+        return _compared(operator.ne, self, other)
+
+    def __lt__(self, other: Any) -> bool:
+        return _compared(operator.lt, self, other)
+
+    def __le__(self, other: Any) -> bool:
+        return _compared(operator.le, self, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return _compared(operator.gt, self, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return _compared(operator.ge, self, other)
+
+    def __bool__(self) -> bool:
+        return int(self) != 0
 
     def __hash__(self) -> int:
         return hash(int(self))
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
+
+
+class RankText(str):
+    """A rank as the environment tells it in a step: as a text that of this process, made a number that of the copy.
+
+    Args:
+        processes: of this process.
+        replicas: of the copy.
+
+    Example::
+
+        assert RankText("3", 1) == "3" and int(RankText("3", 1)) == 1
+    """
+
+    replicas: int
+
+    def __new__(cls, processes: str, replicas: int) -> RankText:
+        self = super().__new__(cls, processes)
+        self.replicas = replicas
+        return self
+
+    def __int__(self) -> int:
+        return self.replicas
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
+
+
+def _compared(how: Callable[[Any, Any], bool], rank: CopyRank, other: Any) -> Any:
+    if isinstance(other, CopyRank):
+        return how(rank.processes, other.processes)
+    if isinstance(other, Count) or not isinstance(other, int | float):
+        return NotImplemented  # they compare themselves with it: a tensor its entries
+    return how(int(rank) if other <= rank.copies else rank.processes, other)
 
 
 def _processes(value: Any) -> Any:

@@ -66,7 +66,7 @@ def install_for_cpu() -> None:
 
 def _install_batches() -> None:
     """torch asks for the very class ``ProcessGroup`` before it batches messages; a group in Python is a subclass."""
-    plain = c10d.batch_isend_irecv
+    plain, ends = c10d.batch_isend_irecv, {"isend": c10d.isend, "irecv": c10d.irecv}  # a run may replace them
 
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         group = p2p_op_list[0].group or dist.group.WORLD
@@ -76,7 +76,7 @@ def _install_batches() -> None:
         with c10d._coalescing_manager(group, torch.device(group.device), async_ops=True) as manager:
             for each in p2p_op_list:
                 end = "group_dst" if each.op is dist.isend else "group_src"
-                each.op(each.tensor, group=each.group, tag=each.tag, **{end: each.group_peer})
+                ends[each.op.__name__](each.tensor, group=each.group, tag=each.tag, **{end: each.group_peer})
         return manager.works
 
     c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv

@@ -76,7 +76,7 @@ class InOtherOrder(Net):
 
     def visit(self, where: str) -> None:
         if where == self.where:
-            layers = [*self.net][:: -1 if torch.distributed.get_rank() else 1]
+            layers = [*self.net][:: -1 if str(torch.distributed.get_rank()) != "0" else 1]
             with torch.no_grad():
                 for layer in layers:
                     x = layer(self.x) if self.calls else layer.weight

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from lightning_par.private.pytree import (
+    APPLIERS,
     SUPPORTED_NODES,
     leaves_given,
     tree_flatten,
@@ -41,3 +45,11 @@ def test_what_a_function_is_given_is_walked_likewise() -> None:
         ((), {"a": {"b": [4]}}), ((), {}),
     ):  # fmt: skip
         assert leaves_given(args, kwargs) == tree_leaves((args, kwargs))
+
+
+def test_the_callers_of_given_functions_are_known() -> None:
+    callers: list[Any] = []
+    note = lambda *_: callers.append(sys._getframe(1).f_globals["__name__"])  # noqa: E731
+    tree_map(note, [1])
+    torch.no_grad()(note)()
+    assert {*callers} == {*APPLIERS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_par.strategies.rank_numbers import CopyRank, Count, RankInStep, RankText
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
@@ -94,3 +96,18 @@ def test_samples_are_counted_and_drawn_once(pool: Pool, strategy: str, sampler: 
         assert printed == f"{rank} of 2"
         assert sorted(seen) == every if replicas == 1 else sorted(seen + told[1 - rank][3]) == every
         assert mean == sum(every) / replicas
+
+
+def test_the_rank_of_a_copy_is_compared_as_its_number() -> None:
+    first, second = CopyRank(0, processes=1, copies=2), CopyRank(1, processes=3, copies=2)
+    assert not first and first < 1 and not first > 0 and first == 0 and first != 1
+    assert second and 0 < second < 2 and second <= 1 and not second >= 2 and second == 1
+    assert second == 3 and second >= 3 and second > 2.5, "beyond the copies it is the process"
+    assert first < second and first != second and second == CopyRank(1, processes=3, copies=2)
+    assert second == RankInStep(1, processes=2, own=3) and second < Count(2, processes=4)
+    assert (second == torch.arange(3)).tolist() == (torch.arange(3) == second).tolist() == [False, True, False]
+
+
+def test_a_rank_in_the_environment_counts_copies() -> None:
+    rank = RankText("3", replicas=1)
+    assert rank == "3" and f"{rank}" == "3" and int(rank) == 1 and type(copy.copy(rank)) is str

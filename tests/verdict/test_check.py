@@ -59,7 +59,7 @@ class Net(LightningModule):
 
 class ReadsRank(Net):
     def hidden(self, x: Tensor) -> Tensor:
-        return x * 1.001 if dist.is_initialized() and dist.get_rank() else x
+        return x * 1.001 if dist.is_initialized() and str(dist.get_rank()) != "0" else x
 
 
 class _Remembers(torch.autograd.Function):
@@ -85,7 +85,7 @@ class Remembers(Net):
 class SpoilsGradient(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         grad = self.norm.weight.grad
-        if grad is not None and dist.is_initialized() and dist.get_rank():
+        if grad is not None and dist.is_initialized() and str(dist.get_rank()) != "0":
             grad.mul_(1 + 1e-7)
 
 

@@ -12,27 +12,38 @@ import functools
 import inspect
 import os
 import sys
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_par.mesh.wire import Done
+from lightning_par.private.pytree import APPLIERS
 from lightning_par.sharded.copies_collectives import BY_NAME, OF_ONE, Copies, of_objects
 from lightning_par.sharded.patches.replacement import Make, Replacement, Use
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
-from lightning_par.strategies.rank_numbers import CopyRank
+from lightning_par.strategies.rank_numbers import CopyRank, RankText
 
 _LIBRARIES = frozenset(
     "torch lightning pytorch_lightning lightning_fabric lightning_utilities torchmetrics lightning_par".split()
 )
-_FOR_CALLERS = "torch.distributed.nn"  # differentiable ones, which user code calls
-_NUMBER = "WORLD_SIZE"  # in the environment
+# of libraries what user code calls, or has call a function of its own choice
+_FOR_CALLERS = ("torch.distributed.nn", "torchmetrics.utilities.distributed")
+_APPLIERS = frozenset((*APPLIERS, "contextlib", "lightning_utilities.core.apply_func"))
+_NUMBER, _RANK = "WORLD_SIZE", "RANK"  # in the environment
 _GETTERS = ("os", "_collections_abc")  # modules by which user code reads that
 _COPY = type(os.environ).copy.__code__  # for another process, of all that is there
-# no isend and irecv, which `P2POp` compares with its own
-_REFUSED = ("send", "recv", "all_reduce_coalesced", "all_gather_coalesced")
+_MESSAGES = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv")
+_OTHER_NAMES = {
+    "all_gather_single": "all_gather_into_tensor",
+    "_all_gather_base": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+}  # for one collective, not in every version of torch
+_GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
+_MODULES = (dist, sys.modules[dist.new_group.__module__])  # which has them, too, and compares its own
 
 
 class Collectives:
@@ -40,47 +51,57 @@ class Collectives:
 
     def __init__(self) -> None:
         self._of_torch = [Replacement(dist, name, make) for name, make in _made().items()]
-        self._of_torch.append(Replacement(type(os.environ), "__getitem__", _environment))
-        self._imported: list[Replacement] = []
+        self._environment = Replacement(type(os.environ), "__getitem__", _environment)
+        self._again: list[Replacement] = []
 
     def install(self) -> None:
-        made = {id(plain): make for name, make in _made().items() if callable(plain := getattr(dist, name, None))}
-        for replacement in self._of_torch:
+        plain = {name: getattr(dist, name) for name in _made()}
+        for replacement in (*self._of_torch, self._environment):
             replacement.install()
-        self._imported = [
-            Replacement(module, name, made[id(value)])
-            for module in _users_modules()
+        ours = {id(function): getattr(dist, name) for name, function in plain.items()}
+        # The same ones everywhere: modules that are imported meanwhile may keep them, for later runs.
+        self._again = [
+            Replacement(module, name, partial(_same, ours[id(value)]))
+            for module in (_MODULES[1], *_users_modules())
             for name, value in [*vars(module).items()]
-            if id(value) in made
+            if id(value) in ours
         ]
-        for replacement in self._imported:
+        for replacement in self._again:
             replacement.install()
 
     def undo(self) -> None:
-        for replacement in (*self._imported, *self._of_torch):
+        for replacement in (*self._again, self._environment, *self._of_torch):
             replacement.undo()
-        self._imported = []
+        self._again = []
 
 
 def _made() -> dict[str, Make]:
-    return {
+    """By the names that this version of torch has."""
+    made: dict[str, Make] = {
         "get_world_size": _world_size,
         "get_rank": _rank,
-        **dict.fromkeys((*BY_NAME, *OF_ONE), _collective),
-        **dict.fromkeys(_REFUSED, _refused),
+        **{name: partial(_collective, name) for name in (*BY_NAME, *OF_ONE)},
+        **{name: partial(_collective, same) for name, same in _OTHER_NAMES.items()},
+        **dict.fromkeys((*_MESSAGES, "all_reduce_coalesced", "all_gather_coalesced"), _refused),
+        **dict.fromkeys(_GROUPS, _made_between_steps),
     }
+    return {name: make for name, make in made.items() if hasattr(dist, name)}
+
+
+def _same(ours: Any, plain: Any, use: Use) -> Any:
+    return ours
 
 
 def _users_modules() -> list[ModuleType]:
     return [x for x in [*sys.modules.values()] if isinstance(x, ModuleType) and not _is_library(x.__name__)]
 
 
-def _collective(plain: Any, use: Use) -> Any:
-    signature, name = inspect.signature(plain), plain.__name__
+def _collective(name: str, plain: Any, use: Use) -> Any:
+    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if not use.on or not RunState.current.copies_are_processes or not _is_users(sys._getframe(1).f_globals):
+        if not use.on or not RunState.current.copies_are_processes or not _is_users(_caller()):
             return plain(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         if not _is_of_all(given.pop("group", None)):
@@ -90,7 +111,7 @@ def _collective(plain: Any, use: Use) -> Any:
         if name in BY_NAME:
             BY_NAME[name](_copies(), **given)
         else:
-            of_objects(_copies(), plain, given)
+            of_objects(name, _copies(), plain, given)
         return None if waits else Done()
 
     return collective
@@ -101,8 +122,10 @@ def _refused(plain: Any, use: Use) -> Any:
 
     @functools.wraps(plain)
     def refused(*args: Any, **kwargs: Any) -> Any:
-        if use.on and RunState.current.copies_are_processes and _is_users(sys._getframe(1).f_globals):
-            if _is_of_all(signature.bind(*args, **kwargs).arguments.get("group")):
+        if use.on and RunState.current.copies_are_processes and _is_users(_caller()):
+            given = signature.bind(*args, **kwargs).arguments
+            groups = [one.group for one in given.get("p2p_op_list", ())] or [given.get("group")]
+            if any(_is_of_all(group) for group in groups):
                 raise NotImplementedError(
                     f"{user_line()}: `torch.distributed.{plain.__name__}` in a step in which the ranks that share a "
                     "copy of the model are one process. Use `self.all_gather`, a collective, or a group of your own."
@@ -110,6 +133,20 @@ def _refused(plain: Any, use: Use) -> Any:
         return plain(*args, **kwargs)
 
     return refused
+
+
+def _made_between_steps(plain: Any, use: Use) -> Any:
+    @functools.wraps(plain)
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        if use.on and RunState.current.copies_are_processes and _is_users(_caller()):
+            raise NotImplementedError(
+                f"{user_line()}: `torch.distributed.{plain.__name__}` in a step in which the ranks that share a copy "
+                "of the model are one process, to which a group would be of processes. Name no group, or make it "
+                "before, as in `on_fit_start`."
+            )
+        return plain(*args, **kwargs)
+
+    return make_group
 
 
 def _copies() -> Copies:
@@ -133,10 +170,11 @@ def _refuse_counted(name: str) -> None:
 def _world_size(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def get_world_size(group: Any = None) -> int:
-        if use.on and _is_of_all(group) and _is_users(sys._getframe(1).f_globals):
+        if use.on and _is_of_all(group) and _is_users(names := _caller()):
             if RunState.current.copies_are_processes:
                 return _copies().size
-            RunState.current.counted_processes = user_line()
+            if not _is_for_callers(names):  # which gather over as many themselves
+                RunState.current.counted_processes = user_line()
         return int(plain(group))
 
     return get_world_size
@@ -145,8 +183,8 @@ def _world_size(plain: Any, use: Use) -> Any:
 def _rank(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def get_rank(group: Any = None) -> int:
-        names = sys._getframe(1).f_globals
-        if not (use.on and _is_of_all(group) and RunState.current.copies_are_processes and _is_users(names)):
+        is_asked = use.on and RunState.current.copies_are_processes and _is_of_all(group)
+        if not is_asked or not _is_users(names := _caller()):
             return int(plain(group))
         copies = _copies()
         mine = copies.rank, plain(group), copies.size
@@ -159,12 +197,13 @@ def _environment(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def getitem(environ: Any, key: Any) -> Any:
         found, asker = plain(environ, key), sys._getframe(1)
-        if key != _NUMBER or not use.on or environ is not os.environ or asker.f_code is _COPY:
+        if key not in (_NUMBER, _RANK) or not use.on or environ is not os.environ or asker.f_code is _COPY:
             return found
         if _is_users(_reader(asker)):
             if RunState.current.copies_are_processes:
-                return str(_copies().size)
-            RunState.current.counted_processes = user_line()
+                return str(_copies().size) if key == _NUMBER else RankText(found, _copies().rank)
+            if key == _NUMBER:
+                RunState.current.counted_processes = user_line()
         return found
 
     return getitem
@@ -175,6 +214,14 @@ def _reader(frame: FrameType | None) -> dict[str, Any]:
     while frame is not None and frame.f_globals.get("__name__") in _GETTERS:
         frame = frame.f_back
     return {} if frame is None else frame.f_globals
+
+
+def _caller() -> dict[str, Any]:
+    """The names of the module whose code calls the function that asks."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _APPLIERS:
+        frame = frame.f_back
+    return frame.f_globals
 
 
 def _is_of_all(group: Any) -> bool:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed import all_reduce as imported_all_reduce
+from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
 from torch.utils.data import DataLoader
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_par import HybridParallelStrategy, dry_run
 from lightning_par.mesh.replicas import PURPOSE
@@ -110,6 +116,36 @@ def _of_one(x: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+def _by_other_names(x: Tensor) -> Tensor:
+    """A number for each feature by what comes to the same functions in another way; [4, 8] to [8]."""
+    rank, size = dist.get_rank(), distributed_c10d.get_world_size()
+    assert 0 <= rank < size and not rank >= size and bool(rank) is (rank > 0) is (rank != 0)
+    distributed_c10d.all_reduce(found := x.mean(0))
+    found += apply_to_collection([x[0].clone()], Tensor, _reduced)[0]
+    apply_to_collection(several := [x[1].clone(), x[0] * 2], Tensor, dist.all_reduce)
+    found += several[0] * several[1]
+    found += sum(i * y.mean(0) for i, y in enumerate(gather_all_tensors(x)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("_all_gather_base", "all_gather_single"):
+            if hasattr(dist, name):  # which goes by the version of torch
+                getattr(dist, name)(whole := x.new_zeros(size * len(x), 8), x)
+                found += whole.square().mean(0)
+        dist._reduce_scatter_base(y := x.new_zeros(len(x) // size, 8), x)
+    dist.monitored_barrier()
+    rows = [torch.zeros_like(x) for _ in range(size)]
+    dist.all_gather(rows, x)
+    for i, row in enumerate(rows):  # losses of pairs of processes
+        found += row.mean(0) if i < rank else row.square().mean(0) if i > rank else 0.0
+    one_hot = rank == torch.arange(size)
+    return found + y.mean(0) + torch.stack(rows)[one_hot].sum((0, 1)) * (1 + int(os.environ["RANK"]))
+
+
+def _reduced(x: Tensor) -> Tensor:
+    dist.all_reduce(x)
+    return x
+
+
 class Talks(LightningModule):
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -124,6 +160,11 @@ class Talks(LightningModule):
             self.processes = dist.get_world_size()
         elif self.way == "environment":
             self.processes = int(os.getenv("WORLD_SIZE", 1))
+
+    def on_train_start(self) -> None:
+        if self.way == "other names":  # which count processes themselves, to gather from them
+            differentiable.all_gather(torch.ones(1))
+            gather_all_tensors(torch.ones(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.net(batch)
@@ -141,6 +182,8 @@ class Talks(LightningModule):
             loss = loss + x[None].logsumexp((0, 1)).sum()
         elif self.way == "collectives" and dist.is_initialized():
             loss = loss + (x.sum(0) * _by_all_of_them(x.detach())).mean()
+        elif self.way == "other names":
+            loss = loss + (x.sum(0) * _by_other_names(x.detach())).mean()
         elif self.way == "collectives":
             loss = loss + (x.sum(0) * _of_one(x.detach())).mean()
         elif self.way == "differentiable gather":
@@ -180,11 +223,16 @@ COPIES: dict[str, dict[str, Any]] = {
 }
 
 
-@slow(but=["pipeline-collectives", "tensor-collectives", "pipeline-fsdp-differentiable gather", "sequence-gathered"])
-@pytest.mark.parametrize(
-    "way",
-    ["collectives", "centre", "gathered", "differentiable gather", "differentiable", "layer", "environment_in_step"],
+WAYS = """
+collectives|other names|centre|gathered|differentiable gather|differentiable|layer|environment_in_step
+""".strip().split("|")
+FAST = (
+    "pipeline-collectives tensor-collectives tensor-other_names pipeline-fsdp-differentiable_gather sequence-gathered"
 )
+
+
+@slow(but=[row.replace("_", " ") for row in FAST.split()])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", COPIES)
 def test_with_several_copies_each_is_one_process(way: str, layout: str, pool: Pool) -> None:
     """As it is to code of two replicas that share nothing."""
@@ -203,7 +251,10 @@ def _objects(layout: dict[str, Any]) -> Any:
             dist.all_gather_object(gathered, f"of {int(rank)}")
             dist.broadcast_object_list(one, src=size - 1)
             dist.scatter_object_list(mine, [f"to {i}" for i in range(size)] if rank == 0 else None, src=0)  # type: ignore[arg-type]
-            found.update(gathered=gathered, one=one, mine=mine)
+            first, from_first = [None] * size if rank == 0 else None, [None]
+            dist.gather_object(int(rank), first)
+            dist.scatter_object_list(from_first, [*range(size)] if rank == 0 else None)  # type: ignore[arg-type]
+            found.update(gathered=gathered, one=one, mine=mine, first=first, from_first=from_first)
             return super().training_step(batch, batch_idx)
 
     _fit_module(Objects("none"), layout)
@@ -217,21 +268,60 @@ def test_objects_go_to_other_copies(layout: str, pool: Pool) -> None:
             pool.run(4, _objects, {"data_parallel_size": 2, **COPIES[layout]})
         return
     for rank, found in enumerate(pool.run(4, _objects, {"data_parallel_size": 2, **COPIES[layout]})):
-        assert found == {"gathered": ["of 0", "of 1"], "one": [1], "mine": [f"to {rank // 2}"]}
+        copy = rank // 2
+        of_first = {"first": None if copy else [0, 1], "from_first": [copy]}
+        assert found == {"gathered": ["of 0", "of 1"], "one": [1], "mine": [f"to {copy}"], **of_first}
 
 
-def _fit_sending(layout: dict[str, Any]) -> Any:
+def _fit_sending(how: str, layout: dict[str, Any]) -> Any:
     class Sends(Talks):
+        def on_train_start(self) -> None:
+            _exchange("P2POp")  # of processes
+
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            dist.send(batch, (dist.get_rank() + 1) % dist.get_world_size())
+            _exchange(how)
             return super().training_step(batch, batch_idx)
 
     return _fit_module(Sends("none"), layout)
 
 
-def test_messages_to_a_process_are_refused(pool: Pool) -> None:
-    with pytest.raises(RanksFailedError, match=r"test_collectives.py:\d+: `torch.distributed.send` in a step in which"):
-        pool.run(2, _fit_sending, TENSOR)
+def _exchange(how: str) -> None:
+    x, next_one = torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size()
+    if how == "send":
+        dist.send(x, next_one)
+    elif how == "isend":
+        dist.isend(x, next_one)
+    elif how == "new_group":
+        dist.new_group([*range(dist.get_world_size())])
+    else:
+        operations = [dist.P2POp(dist.isend, x, next_one), dist.P2POp(dist.irecv, torch.empty(1), next_one)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+@slow(but=["P2POp", "new_group"])
+@pytest.mark.parametrize("how", ["send", "isend", "P2POp", "new_group"])
+def test_messages_to_a_process_are_refused(how: str, pool: Pool) -> None:
+    name = "batch_isend_irecv" if how == "P2POp" else how
+    with pytest.raises(
+        RanksFailedError, match=rf"test_collectives.py:\d+: `torch.distributed.{name}` in a step in which"
+    ):
+        pool.run(2, _fit_sending, how, TENSOR)
+
+
+def test_a_module_that_is_imported_within_a_run_has_the_functions_of_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, first, second = dist.all_reduce, ModuleType("a_users"), ModuleType("another_of_the_users")
+    first.reduce = plain  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_users", first)
+    with patches.COLLECTIVES.installed():
+        second.reduce = first.reduce  # type: ignore[attr-defined]
+        assert first.reduce is not plain
+    assert first.reduce is plain is dist.all_reduce is distributed_c10d.all_reduce
+    monkeypatch.setitem(sys.modules, "another_of_the_users", second)
+    with patches.COLLECTIVES.installed():
+        assert second.reduce is first.reduce is dist.all_reduce is distributed_c10d.all_reduce
 
 
 @slow(but=["pipeline-gathered", "tensor-centre"])
