@@ -117,8 +117,8 @@ class CopyRank(Count):
     """A rank as `torch.distributed` tells it in a step: that of the copy of the model, to which collectives go.
 
     It is compared as that number, as where code leaves its own features out of those that it gathered, with all numbers
-    that are a copy's or how many there are; beyond them as the process's, which ``if rank == 3: raise`` may mean. So
-    the ranks that share a copy go the same way. Printed, or compared with another rank, it is the process's.
+    that are a copy's; beyond them as the process's, which ``if rank == 3: raise`` may mean. So the ranks that share a
+    copy go the same way. Printed, or compared with another rank, it is the process's.
 
     Args:
         replicas: of the copy.
@@ -130,6 +130,7 @@ class CopyRank(Count):
         rank = CopyRank(1, processes=3, copies=2)
         assert rank == 1 and rank == 3 and rank != 0 and rank + 4 == 5
         assert CopyRank(0, processes=1, copies=2) != 1 and 0 <= rank < 2
+        assert CopyRank(0, processes=1, copies=1) == 1
     """
 
     copies: int
@@ -167,38 +168,13 @@ class CopyRank(Count):
         return int, (int(self),)
 
 
-class RankText(str):
-    """A rank as the environment tells it in a step: as a text that of this process, made a number that of the copy.
-
-    Args:
-        processes: of this process.
-        replicas: of the copy.
-
-    Example::
-
-        assert RankText("3", 1) == "3" and int(RankText("3", 1)) == 1
-    """
-
-    replicas: int
-
-    def __new__(cls, processes: str, replicas: int) -> RankText:
-        self = super().__new__(cls, processes)
-        self.replicas = replicas
-        return self
-
-    def __int__(self) -> int:
-        return self.replicas
-
-    def __reduce__(self) -> Any:
-        return str, (str(self),)
-
-
 def _compared(how: Callable[[Any, Any], bool], rank: CopyRank, other: Any) -> Any:
     if isinstance(other, CopyRank):
         return how(rank.processes, other.processes)
     if isinstance(other, Count) or not isinstance(other, int | float):
         return NotImplemented  # they compare themselves with it: a tensor its entries
-    return how(int(rank) if other <= rank.copies else rank.processes, other)
+    of_copy = other < rank.copies or other == rank.copies and how not in (operator.eq, operator.ne)  # rank < world_size
+    return how(int(rank) if of_copy else rank.processes, other)
 
 
 def _processes(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_par.strategies.rank_numbers import CopyRank, Count, RankInStep, RankText
+from lightning_par.strategies.rank_numbers import CopyRank, Count, RankInStep
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
@@ -106,8 +105,5 @@ def test_the_rank_of_a_copy_is_compared_as_its_number() -> None:
     assert first < second and first != second and second == CopyRank(1, processes=3, copies=2)
     assert second == RankInStep(1, processes=2, own=3) and second < Count(2, processes=4)
     assert (second == torch.arange(3)).tolist() == (torch.arange(3) == second).tolist() == [False, True, False]
-
-
-def test_a_rank_in_the_environment_counts_copies() -> None:
-    rank = RankText("3", replicas=1)
-    assert rank == "3" and f"{rank}" == "3" and int(rank) == 1 and type(copy.copy(rank)) is str
+    alone = CopyRank(0, processes=1, copies=1)
+    assert alone == 1 and alone == 0 and alone < 1, "as where a test lets one process fail"

@@ -24,7 +24,7 @@ from lightning_par.sharded.copies_collectives import BY_NAME, OF_ONE, Copies, of
 from lightning_par.sharded.patches.replacement import Make, Replacement, Use
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
-from lightning_par.strategies.rank_numbers import CopyRank, RankText
+from lightning_par.strategies.rank_numbers import CopyRank
 
 _LIBRARIES = frozenset(
     "torch lightning pytorch_lightning lightning_fabric lightning_utilities torchmetrics lightning_par".split()
@@ -32,7 +32,7 @@ _LIBRARIES = frozenset(
 # of libraries what user code calls, or has call a function of its own choice
 _FOR_CALLERS = ("torch.distributed.nn", "torchmetrics.utilities.distributed")
 _APPLIERS = frozenset((*APPLIERS, "contextlib", "lightning_utilities.core.apply_func"))
-_NUMBER, _RANK = "WORLD_SIZE", "RANK"  # in the environment
+_NUMBER = "WORLD_SIZE"  # in the environment
 _GETTERS = ("os", "_collections_abc")  # modules by which user code reads that
 _COPY = type(os.environ).copy.__code__  # for another process, of all that is there
 _MESSAGES = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv")
@@ -197,13 +197,12 @@ def _environment(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def getitem(environ: Any, key: Any) -> Any:
         found, asker = plain(environ, key), sys._getframe(1)
-        if key not in (_NUMBER, _RANK) or not use.on or environ is not os.environ or asker.f_code is _COPY:
+        if key != _NUMBER or not use.on or environ is not os.environ or asker.f_code is _COPY:
             return found
         if _is_users(_reader(asker)):
             if RunState.current.copies_are_processes:
-                return str(_copies().size) if key == _NUMBER else RankText(found, _copies().rank)
-            if key == _NUMBER:
-                RunState.current.counted_processes = user_line()
+                return str(_copies().size)
+            RunState.current.counted_processes = user_line()
         return found
 
     return getitem
