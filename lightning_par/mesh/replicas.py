@@ -30,10 +30,15 @@ def of_all_replicas(x: Tensor, axis: Axis, sync_grads: bool) -> Tensor:
         z = of_all_replicas(z_BD, groups.data, sync_grads=True).flatten(0, 1)  # of all batches
     """
     if isinstance(x, FakeTensor) and not axis.dry:  # a trial is of one replica
-        return torch.stack([x if sync_grads else x.detach()] * axis.size)
+        return of_like_replicas(x, axis.size, sync_grads)
     if has_torch_function_unary(x):  # in parts: a function with no rule of its own gets it whole
         return handle_torch_function(of_all_replicas, (x,), x, axis, sync_grads)  # type: ignore[no-any-return]
     return _OfAll.apply(x if sync_grads else x.detach(), axis)  # type: ignore[no-any-return]
+
+
+def of_like_replicas(x: Tensor, copies: int, sync_grads: bool = True) -> Tensor:
+    """`of_all_replicas` where so many ``copies`` are taken to have what this one has, as in a trial."""
+    return torch.stack([x if sync_grads else x.detach()] * copies)
 
 
 class _OfAll(torch.autograd.Function):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable
 from typing import Any, cast
 
 from lightning_par.strategies.namespace import Namespace
@@ -45,23 +43,27 @@ class Count(int):
         self.processes = processes
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return self.processes == _processes(other)
+    def beside(self, other: Any, equal: bool = False) -> int:
+        """As which number it is compared with ``other``, and whether by ``==`` and ``!=``."""
+        return self.processes
 
-    def __ne__(self, other: object) -> bool:
-        return self.processes != _processes(other)
+    def __eq__(self, other: object) -> Any:
+        return self.beside(other, True) == _beside(other, self, True)
 
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.processes < _processes(other))
+    def __ne__(self, other: object) -> Any:
+        return self.beside(other, True) != _beside(other, self, True)
 
-    def __le__(self, other: Any) -> bool:
-        return bool(self.processes <= _processes(other))
+    def __lt__(self, other: Any) -> Any:
+        return self.beside(other) < _beside(other, self)
 
-    def __gt__(self, other: Any) -> bool:
-        return bool(self.processes > _processes(other))
+    def __le__(self, other: Any) -> Any:
+        return self.beside(other) <= _beside(other, self)
 
-    def __ge__(self, other: Any) -> bool:
-        return bool(self.processes >= _processes(other))
+    def __gt__(self, other: Any) -> Any:
+        return self.beside(other) > _beside(other, self)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.beside(other) >= _beside(other, self)
 
     def __hash__(self) -> int:
         return hash(self.processes)
@@ -103,14 +105,8 @@ class RankInStep(Count):
         self.own = own
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return _processes(other) in (self.processes, self.own)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self.processes)
+    def beside(self, other: Any, equal: bool = False) -> int:
+        return self.own if equal and _processes(other) == self.own else self.processes
 
 
 class CopyRank(Count):
@@ -140,23 +136,11 @@ class CopyRank(Count):
         self.copies = copies
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return _compared(operator.eq, self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return _compared(operator.ne, self, other)
-
-    def __lt__(self, other: Any) -> bool:
-        return _compared(operator.lt, self, other)
-
-    def __le__(self, other: Any) -> bool:
-        return _compared(operator.le, self, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return _compared(operator.gt, self, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return _compared(operator.ge, self, other)
+    def beside(self, other: Any, equal: bool = False) -> int:
+        if isinstance(other, int | float) and not isinstance(other, Count):
+            of_copy = other < self.copies or other == self.copies and not equal  # as in `rank < world_size`
+            return int(self) if of_copy else self.processes
+        return self.processes if isinstance(other, Count) else int(self)  # a tensor compares its entries
 
     def __bool__(self) -> bool:
         return int(self) != 0
@@ -168,13 +152,8 @@ class CopyRank(Count):
         return int, (int(self),)
 
 
-def _compared(how: Callable[[Any, Any], bool], rank: CopyRank, other: Any) -> Any:
-    if isinstance(other, CopyRank):
-        return how(rank.processes, other.processes)
-    if isinstance(other, Count) or not isinstance(other, int | float):
-        return NotImplemented  # they compare themselves with it: a tensor its entries
-    of_copy = other < rank.copies or other == rank.copies and how not in (operator.eq, operator.ne)  # rank < world_size
-    return how(int(rank) if of_copy else rank.processes, other)
+def _beside(value: Any, other: Count, equal: bool = False) -> Any:
+    return value.beside(other, equal) if isinstance(value, Count) else value
 
 
 def _processes(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.mesh.replicas import of_like_replicas
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
@@ -285,7 +286,7 @@ def _converter(trainer: Any) -> Callable[..., Any]:
 def _of_copies(x: Tensor) -> Tensor:
     """``x`` of each copy of the model, all of which are taken to have what this one has."""
     copies = RunState.current.copies_of_model
-    return x if copies is None or copies.size == 1 else torch.stack([x] * copies.size)
+    return x if copies is None or copies.size == 1 else of_like_replicas(x, copies.size)
 
 
 def _one_or_all(found: list[Any]) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_par.mesh.replicas import of_all_replicas
+from lightning_par.mesh.replicas import of_all_replicas, of_like_replicas
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.modes import innermost_mode
 from lightning_par.sharded.run_state import RunState
@@ -55,7 +55,7 @@ def gathered(x: Tensor, copies: int, sync_grads: bool) -> Tensor:
     if innermost_mode() is not None or has_torch_function_unary(x):
         return handle_torch_function(gathered, (x,), x, copies, sync_grads)  # type: ignore[no-any-return]
     if Run.current is not None and Run.current.is_trial:
-        return torch.stack([x if sync_grads else x.detach()] * copies)
+        return of_like_replicas(x, copies, sync_grads)
     replicas = RunState.current.copies_of_model
     assert replicas is not None
     return of_all_replicas(x, replicas, sync_grads)

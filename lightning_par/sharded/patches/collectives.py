@@ -43,7 +43,7 @@ _OTHER_NAMES = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
 }  # for one collective, not in every version of torch
 _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
-_MODULES = (dist, sys.modules[dist.new_group.__module__])  # which has them, too, and compares its own
+_HOME = sys.modules[dist.new_group.__module__]  # which has them, too, and compares its own
 
 
 class Collectives:
@@ -62,7 +62,7 @@ class Collectives:
         # The same ones everywhere: modules that are imported meanwhile may keep them, for later runs.
         self._again = [
             Replacement(module, name, partial(_same, ours[id(value)]))
-            for module in (_MODULES[1], *_users_modules())
+            for module in (_HOME, *_users_modules())
             for name, value in [*vars(module).items()]
             if id(value) in ours
         ]

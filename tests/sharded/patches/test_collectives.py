@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -358,3 +359,20 @@ def test_a_copy_of_the_environment_asks_for_no_number(monkeypatch: pytest.Monkey
     with patches.COLLECTIVES.installed():
         before = RunState.current.counted_processes
         assert os.environ.copy()["WORLD_SIZE"] == "2" and RunState.current.counted_processes == before
+
+
+class _Raises(Talks):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        raise KeyError("no step")
+
+
+def _plain_after_an_exception() -> list[bool]:
+    before = [dist.all_reduce, dist.get_rank, imported_all_reduce]
+    with pytest.raises(KeyError):
+        _fit_module(_Raises("none"), {"data_parallel_size": 1, **TENSOR})
+    gc.collect()
+    return [a is b for a, b in zip(before, [dist.all_reduce, dist.get_rank, imported_all_reduce], strict=True)]
+
+
+def test_after_an_exception_they_are_torchs_own(pool: Pool) -> None:
+    assert pool.run(2, _plain_after_an_exception) == [[True] * 3] * 2
