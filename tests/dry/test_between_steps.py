@@ -117,7 +117,7 @@ def _real(kind: type[Twins], layout: dict[str, Any]) -> tuple[dict[Any, float], 
     return dict(sent), dict(step.moved.counts())
 
 
-@slow(but=["Averages-stages", "LogsNorms-stages", "LogsNorms-tensor", "Decays-stages"])
+@slow(but=["LogsNorms-stages", "LogsNorms-tensor"])
 @pytest.mark.parametrize(("kind", "layout"), ROWS, ids=[f"{kind.__name__}-{layout}" for kind, layout in ROWS])
 def test_a_dry_run_counts_what_hooks_ask_of_other_ranks(kind: type[Twins], layout: str, pool: Pool) -> None:
     for rank, (sent, messages) in enumerate(pool.run(2, _real, kind, LAYOUTS[layout])):

@@ -176,7 +176,7 @@ def _in_file(path: Path) -> int:
     return sum(found.values())
 
 
-@slow(but=["odd-fsdp x pipeline", "layers-placement"])
+@slow(but=["odd-fsdp x pipeline"])
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -44,7 +44,7 @@ def _sent(layout: dict[str, Any]) -> float:
     return second.moved.sent("data", PURPOSE)
 
 
-@slow(but=["pipeline"])
+@slow(but=["tensor"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_dry_run_counts_their_messages(pool: StrictPool, layout: str) -> None:
     asked = {"data_parallel_size": 2, **LAYOUTS[layout]}

@@ -428,7 +428,7 @@ def _train_case(case: str, layout: dict[str, int] | None) -> dict[str, Any]:
     return _train(case, layout, net=net.double(), callbacks=callbacks)
 
 
-@slow("2-manual", "4-late_group", "4-plateau")
+@slow("2-manual", "4-late_group", "4-plateau", "2-late_group")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_users_do_with_optimizers_equals_one_device(case: str, ranks: int, pool: Pool) -> None:

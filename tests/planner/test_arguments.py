@@ -104,7 +104,7 @@ def test_fewer_samples_than_replicas() -> None:
         read_candidate({}, 8, 4, 4)
 
 
-@slow("hf_llama")
+@slow("hf_llama", "gpt_tied")
 @pytest.mark.parametrize("case", ["gpt_tied", "unet", "hf_llama"])
 def test_a_module_that_is_there_is_planned_as_its_class_and_left_as_it_is(case: str) -> None:
     made = MODELS[case]

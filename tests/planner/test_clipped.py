@@ -68,7 +68,7 @@ def _planned(module: Any, layout: Any, **clip: Any) -> dict[str, Any]:
     return plan(module, BATCH, "4xH100", devices=devices, layout=layout, **clip).as_dict()["layouts"][0]  # type: ignore[no-any-return]
 
 
-@slow(but=["64-true-fsdp_tensor-Module", "32-true-fsdp-SomeLeftOut"])
+@slow(but=["32-true-fsdp-SomeLeftOut"])
 @pytest.mark.parametrize("module", [Module, SomeFrozen, SomeLeftOut])
 @pytest.mark.parametrize("layout", [TENSOR, FSDP, TENSOR | FSDP], ids=["tensor", "fsdp", "fsdp_tensor"])
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])

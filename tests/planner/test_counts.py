@@ -34,6 +34,7 @@ def test_the_tensor_axis_sends_four_all_reduces_a_layer(mlp: str, sharded: bool)
     assert sent["tensor"] == 73_728 * 4 + 192 * 4 + labels
 
 
+@slow("65536-8192")
 @pytest.mark.parametrize(("small", "elements"), [(0, 12_288), (scheme.SMALL, 8_192)])
 def test_a_ring_sends_keys_and_values_three_times(small: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few stay for backward: they are sent once, and their gradients."""

@@ -105,7 +105,7 @@ KINDS = [Twins, InPlace, Assigns, Copies, Normalizes, Mixes, Lists, Averages]
 ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
 
 
-@slow(but=["Twins-tensor", "Assigns-stages"])
+@slow(but=["Assigns-stages"])
 @pytest.mark.parametrize(("kind", "layout"), ROWS, ids=[f"{kind.__name__}-{layout}" for kind, layout in ROWS])
 def test_each_rank_holds_and_sends_what_was_said(kind: type[Twins], layout: str) -> None:
     asked, batch = LAYOUTS[layout], [torch.ones(4, 8)]

@@ -234,6 +234,7 @@ def test_data_that_is_drawn_is_gone_on_with_from_within_a_validation(pool: Pool,
     assert max(pool.run(2, _resumes, tmp_path / "run", "on_validation_batch_start", 2)) < 1e-9
 
 
+@slow()
 def test_data_that_is_drawn_is_gone_on_with_before_an_epochs_first_batch(pool: Pool, tmp_path: Path) -> None:
     assert max(pool.run(2, _resumes, tmp_path / "run", "on_train_epoch_start", 1)) < 1e-9
 

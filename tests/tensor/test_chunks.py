@@ -158,7 +158,7 @@ def train(how: str, chunked: bool) -> tuple[list[dict[str, Tensor]], dict[Any, i
     return module.gradients, dict(nbytes), dict(messages), predicted or []  # type: ignore[return-value]
 
 
-@slow(but=["one sample", "autocast"])
+@slow(but=["autocast"])
 @pytest.mark.parametrize("how", HOWS)
 def test_gradients_and_bytes_are_those_of_one_message(pool: Pool, how: str) -> None:
     before, after = (pool.run(RANKS.get(how, 2), train, how, chunked) for chunked in (False, True))

@@ -170,7 +170,7 @@ def train(how: str, least: int) -> Any:
     return module.gradients, [(t.axis, t.verb, t.purpose, t.nbytes) for t in moved.transfers], apart.call_count
 
 
-@slow("1f1b", "zbv", "residual-autocast", "plain", "accumulated", "hooked", "penalty")
+@slow("1f1b", "zbv", "residual-autocast", "plain", "accumulated", "hooked", "penalty", "frozen", "autocast")
 @pytest.mark.parametrize("how", HOWS)
 def test_messages_and_gradients_are_those_of_the_layer_as_it_is(pool: Pool, how: str) -> None:
     ranks = 4 if "schedule" in HOWS[how] else 2

@@ -309,7 +309,7 @@ RUNS = [("fit", "given"), ("fit", "train_dataloader"), ("fit", "datamodule"), ("
         ("test", "train_dataloader"), ("predict", "given"), ("predict", "datamodule")]  # fmt: skip
 
 
-@slow("fit-*", "*-given")
+@slow("fit-*", "*-given", "predict-datamodule")
 @pytest.mark.parametrize(("entry", "source"), RUNS)
 def test_a_run_is_the_same_after_a_peek(pool: Pool, entry: str, source: str) -> None:
     (results,) = pool.run(1, _with_and_without, entry, source)

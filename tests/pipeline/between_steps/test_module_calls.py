@@ -351,7 +351,7 @@ def agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@slow("Weights", "Reads", "Counts", "Joint", "Overwrites", "Fills", "Calls")
+@slow("Weights", "Reads", "Counts", "Joint", "Overwrites", "Fills", "Calls", "Thaws")
 @pytest.mark.parametrize(
     "name", ["Reads", "Weights", "Turned", "Overwrites", "Counts", "Thaws", "Calls", "Fills", "Joint"]
 )

@@ -68,7 +68,7 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
     return trained(Normed(way), data, partial(HybridParallelStrategy, **layout), max_epochs=3)
 
 
-@slow("hooks", "frozen hooks given")
+@slow("hooks", "frozen hooks given", "frozen hooks", "parametrized given")
 @pytest.mark.parametrize("way", ["frozen hooks", "hooks", "parametrized", "frozen hooks given", "parametrized given"])
 def test_weights_that_hooks_register_are_one_devices(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"pipeline_parallel_size": 2})

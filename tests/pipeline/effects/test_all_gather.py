@@ -107,7 +107,7 @@ def _by_hand(grads: bool) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-@slow(but=["pipeline-True", "pipeline-fsdp-False", "data-True"])
+@slow(but=["pipeline-True", "data-True"])
 @pytest.mark.parametrize("grads", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_replicas_gather_of_one_another(pool: Pool, name: str, grads: bool) -> None:
@@ -131,7 +131,7 @@ def _sent(layout: dict[str, Any], devices: int) -> tuple[float, int]:
     return sum(found), len(found)
 
 
-@slow(but=["pipeline"])
+@slow(but=["data"])
 @pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "placement"])
 def test_a_dry_run_counts_what_is_gathered(pool: Pool, name: str) -> None:
     layout, devices = LAYOUTS[name]

@@ -109,7 +109,15 @@ def _fit(kind: str, how: str, layout: dict[str, Any]) -> Any:
     return trained(Net(kind, how), DataLoader(BATCHES, batch_size=4), strategy)
 
 
-@slow("codes-buffer in_place", "codes-buffer replaced", "codes-weight in_place", "running-mean")
+@slow(
+    "codes-buffer in_place",
+    "codes-buffer replaced",
+    "codes-weight in_place",
+    "running-mean",
+    "codes-weight data",
+    "codes-weight replaced",
+    "running-longer",
+)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -118,7 +118,7 @@ ROWS: dict[str, tuple[type[Hooked], str, str]] = {
 } | {"Removed": (Removed, "", "1f1b")}
 
 
-@slow(but=["Says-modules-1f1b", "Looks-modules-zbv", "Removed"])
+@slow(but=["Looks-modules-zbv", "Removed"])
 @pytest.mark.parametrize("row", ROWS)
 def test_what_hooks_in_backward_see_and_say_is_one_devices(pool: Pool, row: str) -> None:
     kind, on, schedule = ROWS[row]

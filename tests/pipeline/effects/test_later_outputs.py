@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_par import PipelineParallelStrategy, dry_run
 from lightning_par.pipeline.program.joined_outputs import LoggedValues, unjoined
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
 
@@ -102,6 +103,7 @@ def _seen(kind: type[Any], strategy: dict[str, Any] | None) -> list[Any]:
     return list(module.seen)
 
 
+@slow("SetsNowAndThen-1")
 @pytest.mark.parametrize(("kind", "microbatches"), [(LogsNowAndThen, 2), (SetsNowAndThen, 1), (SetsNowAndThen, 2)])
 def test_what_some_batches_alone_log_keep_and_set_is_one_devices(
     kind: type[Any], microbatches: int, pool: Pool

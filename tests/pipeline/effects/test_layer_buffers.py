@@ -89,7 +89,7 @@ def _run(kind: type[nn.Module], name: str, strategy: str, file: Path) -> Any:
     return saved, buffers, trainer.predict(module, DataLoader(batches, batch_size=None))
 
 
-@slow("FillsWhatIsNone-b", "Registers-a", "Drops-b", "Drops-a")
+@slow("FillsWhatIsNone-b", "Registers-a", "Drops-b", "Drops-a", "FillsWhatIsNone-a")
 @pytest.mark.parametrize("name", ["a", "b"])  # on the first and on the last stage
 @pytest.mark.parametrize("kind", [FillsWhatIsNone, Registers, Drops])
 def test_buffers_that_layers_make_or_drop_are_one_devices(

@@ -188,7 +188,7 @@ def test_a_buffer_that_each_step_replaces_is_one_devices(pool: Pool) -> None:
 AFTER = "fter a decision by a value of the model, such as the loss, the step "
 
 
-@slow(but=["slope", "buffer late"])
+@slow(but=["slope"])
 @pytest.mark.parametrize(
     ("way", "when", "why"),
     [

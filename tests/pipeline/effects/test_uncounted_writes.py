@@ -14,6 +14,7 @@ from lightning_par.pipeline.trial.code_attributes import TENSORS, Attributes
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, loader, metrics, weights
 
@@ -100,6 +101,7 @@ def _fit(kind: Callable[[], Net]) -> Any:
     return getattr(module, "seen", None), weights(module), metrics(t)
 
 
+@slow("WritesWithin")
 @pytest.mark.parametrize("kind", [WritesBetween, WritesWithin])
 def test_what_is_written_is_one_devices(pool: Pool, kind: type[Net]) -> None:
     check(pool, _fit, kind)

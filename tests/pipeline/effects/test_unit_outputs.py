@@ -275,7 +275,7 @@ def test_what_needs_the_batch_whole_has_it_whole(pool: Pool, microbatches: Any) 
     _compared(pool, Whole, microbatches, False)
 
 
-@slow("Third", "Texts")
+@slow("Third", "Texts", "Tries")
 @pytest.mark.parametrize("kind", [Third, Later, Texts, Writes, Tries], ids=lambda x: x.__name__)
 def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind: type[Hooked]) -> None:
     _compared(pool, kind, "auto", kind is Third)  # in each epoch it is another step

@@ -63,7 +63,7 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
     return trained(Averaged(way), DataLoader(BATCHES, batch_size=4), strategy)
 
 
-@slow("first ema", "last mean", "kept ema")
+@slow("first ema", "last mean", "kept ema", "kept mean")
 @pytest.mark.parametrize("way", ["first mean", "first ema", "last mean", "last ema", "kept mean", "kept ema"])
 def test_an_average_is_updated_as_on_one_device(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"pipeline_parallel_size": 2, "microbatches": 2})

@@ -99,7 +99,7 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
     return trained(Pair(way), DataLoader(BATCHES, batch_size=4), strategy, use_distributed_sampler=False)  # type: ignore[arg-type]
 
 
-@slow("reset", "weights")
+@slow("reset", "weights", "average")
 @pytest.mark.parametrize("way", ["copied", "average", "reset", "scaled", "weights"])
 def test_buffers_are_updated_as_on_one_device(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"microbatches": 2 if way in ("scaled", "weights") else 1})
@@ -116,6 +116,7 @@ def test_buffers_beside_weights_in_parts_are_updated(way: str, layout: dict[str,
     check(pool, _fit, way, layout, world=4)
 
 
+@slow("again")
 @pytest.mark.parametrize("way", ["again", "read"])
 def test_other_uses_of_a_layers_buffers_are_refused(way: str) -> None:
     with pytest.raises(ValueError, match="test_buffer_updates.py.*: the step uses a buffer of '.*' outside"):

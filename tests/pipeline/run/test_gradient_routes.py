@@ -109,13 +109,13 @@ WAYS = [
 ]
 
 
-@slow("dict", "none before", "none by batch", "recompute")
+@slow("dict", "none before", "none by batch", "recompute", "number", "no_grad", "argument")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_whole_batches_take_one_devices_way(way: str, pool: Pool) -> None:
     check(pool, _fit, way, 1)
 
 
-@slow("dict", "which", "argument", "attribute", "number", "none before")
+@slow("dict", "which", "argument", "attribute", "number", "none before", "no_grad", "none by batch")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_microbatches_take_one_devices_way(way: str, pool: Pool) -> None:
     check(pool, _fit, way, 2)

@@ -60,7 +60,7 @@ def _fit(where: str) -> Any:
     return trained(Normed(where), DataLoader(BATCHES, batch_size=4), strategy)
 
 
-@slow("own")
+@slow("own", "between own batch")
 @pytest.mark.parametrize("where", ["own", "batch", "between own batch"])
 def test_norms_without_weights_are_one_devices(where: str, pool: Pool) -> None:
     check(pool, _fit, where)

@@ -121,7 +121,16 @@ WAYS = [
 ]
 
 
-@slow("first in_place", "first vector", "first state", "both data", "told vector")
+@slow(
+    "first in_place",
+    "first vector",
+    "first state",
+    "both data",
+    "told vector",
+    "first data",
+    "between data",
+    "last in_place",
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_updated_as_on_one_device(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"microbatches": 2})
@@ -209,6 +218,7 @@ class Refused(Pair):
         return before + self.target(self.net(batch)).square().mean() * self.scale
 
 
+@slow("viewed", "used again")
 @pytest.mark.parametrize("way", ["used again", "viewed", "drawn", "shared", "logged"])
 def test_updates_that_stages_would_see_in_part_are_refused(way: str) -> None:
     with pytest.raises(ValueError, match="the step writes into '.*', which is used on ranks 0 and 1"):

@@ -82,7 +82,7 @@ def _trained(kind: str, world: int, limit: float = 1e9) -> Any:
     return {name: x.clone() for name, x in model.state_dict().items()}, trainer.callback_metrics["loss"]
 
 
-@slow(but=["validated", "exits", "torch's assert"])
+@slow(but=["validated", "torch's assert"])
 @pytest.mark.parametrize("kind", ["validated", "asserted", "exits", "torch's assert"])
 def test_the_stage_that_has_the_value_checks_it(pool: Pool, kind: str) -> None:
     (expected,) = pool.run(1, _trained, kind, 1)

@@ -325,7 +325,7 @@ def test_a_module_that_is_imported_within_a_run_has_the_functions_of_later_ones(
         assert second.reduce is first.reduce is dist.all_reduce is distributed_c10d.all_reduce
 
 
-@slow(but=["pipeline-gathered", "tensor-centre"])
+@slow(but=["tensor-centre"])
 @pytest.mark.parametrize("way", ["centre", "gathered", "layer"])
 @pytest.mark.parametrize("layout", ["pipeline", "tensor"])
 def test_a_dry_run_counts_what_they_send(layout: str, way: str, pool: Pool) -> None:

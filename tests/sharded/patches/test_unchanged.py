@@ -140,7 +140,7 @@ def _fit_that_fails(layout: dict[str, Any], again: bool) -> Any:
     return failed, _left(before)
 
 
-@slow(but=["pipeline-run again", "fsdp-thrown away"])
+@slow(but=["fsdp-thrown away"])
 @pytest.mark.parametrize("again", [False, True], ids=["thrown away", "run again"])
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "fsdp", "data"])
 def test_after_an_exception_until_nothing_is_in_parts(fresh: Pool, layout: str, again: bool) -> None:
