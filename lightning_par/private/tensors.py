@@ -28,6 +28,9 @@ get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type:
 set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 """As which torch functions meet an assignment to ``x.data``; ``torch.Tensor.data`` may be replaced."""
 
+as_class: Callable[[Tensor, Any], Any] = torch._C.TensorBase.as_subclass
+"""``x.as_subclass(kind)``, whatever replaces that: the values, memory and graph of ``x`` in the class ``kind``."""
+
 GRADIENT: Any = torch._C.TensorBase.grad
 """The descriptor of ``x.grad``, as which torch functions meet it; ``torch.Tensor.grad`` may be replaced."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Size, Tensor, nn
 
 from lightning_par.private.pytree import SUPPORTED_NODES, tree_map
+from lightning_par.python_state.tensor_classes import of_its_class, plain
 from lightning_par.python_state.user_code import has_attributes, slots_of
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Size)  # pytree would make a tuple of a size
@@ -54,7 +55,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def cloned(x: Tensor) -> Tensor:
     """A leaf with the values of ``x``, which requires a gradient if ``x`` does."""
-    return x.detach().clone().requires_grad_(x.requires_grad)
+    copy = of_its_class(x, plain(x).detach().clone())
+    if x.requires_grad:
+        copy.requires_grad_()
+    return copy
 
 
 def tensors_in(value: Any) -> list[Tensor]:

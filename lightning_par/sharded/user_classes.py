@@ -72,7 +72,7 @@ def of_users_class(x: Tensor, name: str) -> Any:
     raise AttributeError(f"{(kind or type(x)).__name__!r} object has no attribute {name!r}", name=name, obj=x)
 
 
-def _own_ways(kind: type) -> list[str]:
+def own_ways(kind: type) -> list[str]:
     """What of ``kind`` runs where torch's own is asked for, or where an attribute is set."""
     own = kind.__mro__[: kind.__mro__.index(nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)]
     found = {name: value for base in reversed(own) for name, value in vars(base).items() if name not in _WHEN_MADE}
@@ -92,13 +92,13 @@ def with_own_ways(module: nn.Module) -> dict[str, str]:
     """The parameters of ``module``, by their first names, that can't be in parts for what their class overrides, and
     what each is."""
     kinds = {name: users_class(x) for name, x in module.named_parameters()}
-    ways = {name: _own_ways(kind) for name, kind in kinds.items() if kind is not None}
+    ways = {name: own_ways(kind) for name, kind in kinds.items() if kind is not None}
     return {name: f"a {kinds[name].__name__}, which has its own {own[0]}" for name, own in ways.items() if own}
 
 
 def _check_adds_alone(kind: type) -> None:
     """Sharded tensors have what ``kind`` adds to torch's, and what both have as torch has it."""
-    ways = _own_ways(kind)
+    ways = own_ways(kind)
     if ways:
         raise NotImplementedError(
             f"A parameter of the class {kind.__name__} is to be split over ranks, and {kind.__name__}.{ways[0]} has a "

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_par.private.tensors import (
     GRADIENT,
     PARAMETER_MARK,
+    as_class,
     counter_of,
     get_data,
     is_held,
@@ -156,3 +157,14 @@ def test_a_counter_has_the_version_of_a_tensor_and_not_its_memory() -> None:
     assert write_count(counter) == 1
     del x
     assert freed() is None
+
+
+def test_a_class_is_given_whatever_replaces_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(torch.Tensor, "as_subclass", None)
+    x = torch.ones(2, requires_grad=True)
+    own = as_class(x, Own)
+    assert type(own) is Own and own.data_ptr() == x.data_ptr() and own.requires_grad
+    assert type(as_class(own, torch.Tensor)) is torch.Tensor

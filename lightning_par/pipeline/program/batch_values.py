@@ -14,6 +14,7 @@ from lightning_par.pipeline.program.program import Key
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.tensor_classes import class_of
 from lightning_par.python_state.tensor_writes import note_write
 from lightning_par.sharded.functions import writes_into
 
@@ -28,6 +29,8 @@ class BatchValues:
     def __init__(self, batch: Any) -> None:
         self.results: dict[int, Any] = {}
         self.keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
+        self.classes = any(map(class_of, tensors_in(batch)))
+        """Whether tensors of the batch are of classes that are none of torch's."""
         self.anew: dict[int, list[tuple[torch.Generator, Tensor]]] = {}
         """Events that run every time, and the generators that they draw from, as they stood before."""
         self.standing: tuple[Any, Any] | None = None

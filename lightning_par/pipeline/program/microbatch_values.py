@@ -9,7 +9,10 @@ from torch import Tensor
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.private.tensors import as_class
+from lightning_par.python_state.tensor_classes import class_of, of_its_class, plain
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.user_classes import REMEMBERED
 
 
 def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:
@@ -20,11 +23,15 @@ def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:
 
 def cut_to(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> ShardedTensor:
     """A whole tensor's samples of one microbatch."""
-    return ShardedTensor(own_samples(x, layout, axis), *layout, axis)
+    return shown_as(x, ShardedTensor(_samples(plain(x), layout, axis), *layout, axis))
 
 
 def own_samples(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> Tensor:
     """A whole tensor's samples of one microbatch, as a module takes them."""
+    return of_its_class(x, _samples(plain(x), layout, axis))
+
+
+def _samples(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> Tensor:
     dim, positions = layout
     piece = positions.piece(axis.rank)
     return x.index_select(dim, positions.index(axis.rank, x.device)) if piece is None else x.narrow(dim, *piece)
@@ -46,4 +53,15 @@ def share_of(program: Program, axis: MicrobatchAxis) -> float:
 
 def of_microbatch(x: Tensor) -> Tensor:
     """``x`` without the samples of other microbatches; it may still be sharded over ranks."""
-    return x.local if isinstance(x, ShardedTensor) and x.axis.by_sample else x
+    if not isinstance(x, ShardedTensor) or not x.axis.by_sample:
+        return x
+    kind = vars(x).get(REMEMBERED)
+    return x.local if kind is None else as_class(x.local, kind)
+
+
+def shown_as(x: Tensor, part: ShardedTensor) -> ShardedTensor:
+    """``part``, which user code takes to be of the class of ``x``: functions do with that what they do with torch's."""
+    kind = vars(x).get(REMEMBERED) if isinstance(x, ShardedTensor) else class_of(x)
+    if kind is not None:
+        vars(part)[REMEMBERED] = kind
+    return part

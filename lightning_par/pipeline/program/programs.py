@@ -29,6 +29,7 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.tensor_classes import class_of, of_its_class, plain
 from lightning_par.sharded.run_state import RunState
 from lightning_par.trial.step import Step
 from lightning_par.trial.trainer_stand_ins import numbers_of
@@ -143,7 +144,7 @@ class Programs:
             low, high = int(own[0]), int(own[-1]) + 1
 
             def cut(x: Tensor, low: int = low, high: int = high) -> Tensor:
-                return x[low:high] if x.ndim and x.shape[0] == samples else x
+                return of_its_class(x, plain(x)[low:high]) if x.ndim and x.shape[0] == samples else x
 
             ready = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1)
             (part,) = ready.parts
@@ -213,7 +214,7 @@ class Programs:
         self.refused[self._signature(step, program.microbatches)[:-1]] = reason
 
     def _signature(self, step: Step, microbatches: int) -> Any:
-        tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
+        tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad, class_of(x)) for x in tensors_in(step.batch))
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
             trained = hash(tuple(map(_requires_grad, map(_second, self.tree.parameters())))) if step.grad else 0
         modes = hash(tuple(map(_training, map(_second, self.tree.modules()))))

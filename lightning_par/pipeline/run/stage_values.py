@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.program.batch_values import BatchValues
-from lightning_par.pipeline.program.microbatch_values import cut_to, local_shape, of_microbatch, share_of
+from lightning_par.pipeline.program.microbatch_values import cut_to, local_shape, of_microbatch, share_of, shown_as
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located
 from lightning_par.pipeline.run.errors import OtherStageError
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin
+from lightning_par.python_state.tensor_classes import plain
 from lightning_par.python_state.tensor_writes import set_to
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.rules.lookup import user_line
@@ -113,7 +114,10 @@ class StageValues(RecordedRun):
     def inputs(self, value: Any, cuts: bool) -> Any:
         """``value`` as a located event takes it: absent tensors found, whole samples cut to the microbatch."""
         value = self.present(value)
-        return value if self.axis is None or not cuts else map_tensors(self._cut, value)
+        if self.axis is None:
+            return value
+        value = map_tensors(self._cut, value) if cuts else value
+        return map_tensors(plain, value) if self.memo.classes else value
 
     def _cut(self, x: Tensor) -> Tensor:
         layout = self.program.layouts.get(self.memo.keys.get(id(x), (-2, 0)))
@@ -126,8 +130,9 @@ class StageValues(RecordedRun):
     def taken(self, x: Tensor, viewed: bool) -> Tensor:
         """``x`` as a unit takes it."""
         x = self._cut(self._found(x))
-        own = self.tokens.entered(of_microbatch(x))
-        return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
+        if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis:
+            return shown_as(x, x.with_local(self.tokens.entered(x.local)))
+        return self.tokens.entered(of_microbatch(x))
 
     def scaled(self, args: Any, record: StepEvent) -> Any:
         """``args`` with what is no share, in sums with shares, scaled to the microbatch's share."""

@@ -24,6 +24,7 @@ from lightning_par.private.compiler import uncompiled
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import cloned, map_tensors
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.tensor_classes import of_its_class, plain
 from lightning_par.python_state.tensor_writes import overwrite
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
@@ -75,7 +76,7 @@ def verify(
     count, whole_batch = engine.microbatches_of(step, microbatches), True
     if count > 2 and engine.flops > _FLOPS and _can_be_shortened(step):
         size = -(-samples // count)
-        step = replace(step, batch=map_tensors(lambda x: x[: 2 * size] if x.ndim else x, step.batch))
+        step = replace(step, batch=map_tensors(lambda x: _first(x, 2 * size), step.batch))
         count, whole_batch = 2, False
     whole = _rehearsed(engine, step, 1, named, key)
     tolerances = {name: _tolerance(engine, x) for name, x in whole.items()}
@@ -134,6 +135,11 @@ def _can_be_shortened(step: Step) -> bool:
         elif not isinstance(part, (int, float, type(None))):
             return False
     return True
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    """The first samples of ``x``, or all of what has none."""
+    return of_its_class(x, plain(x)[:count]) if x.ndim else x
 
 
 def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Values:

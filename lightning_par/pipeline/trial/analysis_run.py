@@ -22,6 +22,7 @@ from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixErro
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.analysis_copy import Fakes, held, intercept_calls, listen
 from lightning_par.pipeline.trial.analysis_notes import Layouts
+from lightning_par.pipeline.trial.batch_classes import classes_of
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import standing_in
 from lightning_par.pipeline.trial.unit_buffers import UnitBuffers
@@ -139,12 +140,11 @@ def _told(error: Exception, name: str) -> Exception:
 @patches.SHARDED.installed()
 def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, Any]:
     axis, homes = asked.axis, asked.stages.homes
-    _refuse_own_classes(step)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, step)
     batch = map_tensors(cloned, step.batch)
     run = Analysis(mode, asked.stages, axis, batch, asked.layouts)
-    run.untried = step.untried
+    run.untried, run.classes = step.untried, classes_of(step)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     if trainer_of(step.module) is not None:  # by the strategy, as in a run
         vars(copy)["all_gather"] = MethodType(type(step.module).all_gather, copy)  # type: ignore[attr-defined]
@@ -187,17 +187,6 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     if step.grad:
         run.values.check_unseen(loss_in(result))
     return run, result
-
-
-def _refuse_own_classes(step: Step) -> None:
-    """Raises NotImplementedError where a tensor of the batch is of a class that may do otherwise than torch's."""
-    for kind in {type(x) for x in tensors_in(step.batch)}:
-        if kind.__module__.partition(".")[0] not in ("torch", "lightning_par"):
-            raise NotImplementedError(
-                f"{step.name} is given a {kind.__module__.rpartition('.')[2]}.{kind.__name__} in its batch, which a "
-                "pipeline does not follow from stage to stage. Take plain tensors in on_after_batch_transfer, by "
-                "`x.as_subclass(torch.Tensor)`, or use TensorParallelStrategy."
-            )
 
 
 def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, guesses: Guesses) -> None:

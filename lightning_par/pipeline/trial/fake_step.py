@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.trial.batch_classes import BatchClasses
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.drawn_numbers import DrawnNumbers
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
@@ -23,8 +25,10 @@ from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.drawing_caches import drew_for_cache
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.tensor_classes import plain
 from lightning_par.python_state.tensor_writes import note_write
 from lightning_par.sharded.functions import ARRAYS, HOOKS, READS, RECURRENT, SIZED_BY_SECOND, name_of
+from lightning_par.sharded.patches.subclasses import OtherClassError
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.wrapped_tensors import run_by_wrapper
@@ -74,6 +78,7 @@ class FakeRun(CallTree, Run):
         self.unsized = 0  # functions so far whose result's shape depends on values
         self.sized = 0  # of which the batch alone tells it
         self.draws = DrawnNumbers()
+        self.classes: BatchClasses | None = None  # of the batch's tensors, where some are none of torch's
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
@@ -145,7 +150,7 @@ class FakeRun(CallTree, Run):
         try:
             with self.draws.noting(func):
                 with self.without_large(leaves):
-                    result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
+                    result = all_fake(self.mode, args, kwargs, self._by_class(_called, func, args, kwargs))
         except UNRUN:
             self.note_large(leaves)
             if sizing(func, args) is not None:
@@ -156,7 +161,9 @@ class FakeRun(CallTree, Run):
             result = self._run_on_ones(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:  # some kernels' fake versions want what real ones don't
             inputs = tree_leaves((args, kwargs))
-            if isinstance(error, SamplesMixError) or not any(isinstance(x, FakeTensor) for x in inputs):
+            if isinstance(error, (SamplesMixError, OtherClassError)) or not any(
+                isinstance(x, FakeTensor) for x in inputs
+            ):
                 raise
             try:
                 result = self._run_on_ones(func, args, kwargs)
@@ -166,6 +173,14 @@ class FakeRun(CallTree, Run):
             note_made((result, args[:1] if writes(getattr(func, "__name__", "")) else ()), (args, kwargs))
         self.charge(func, args, kwargs, result, keeps=self.axis is None)
         return result
+
+    def _by_class(self, call: Callable[[Any, Any, Any], Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``call`` makes of a function: the classes of a whole batch's tensors are asked, parts are plain."""
+        if self.classes is None:
+            return call(func, args, kwargs)
+        if self.axis is not None:
+            return call(func, *map_tensors(plain, (args, kwargs)))
+        return self.classes.run(call, func, args, kwargs)
 
     def without_large(self, given: Iterable[Any] = ()) -> AbstractContextManager[Any]:
         """Around a function that is ``given`` so much: if that has values, what is large of its result is fake."""
@@ -215,7 +230,7 @@ class FakeRun(CallTree, Run):
         if self.axis is not None and any(isinstance(x, ShardedTensor) for x in leaves):
             name = getattr(func, "__name__", func)
             raise SamplesMixError(f"how many values `{name}` returns at {user_line()} depends on values of the samples")
-        return run_on_ones(self.mode, func, args, kwargs)
+        return self._by_class(partial(run_on_ones, self.mode), func, args, kwargs)
 
     def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
         """A buffer that is updated at each call must not be updated once a microbatch; what hands out its memory, as by

@@ -16,8 +16,10 @@ from lightning_par.pipeline.trial.call_context import told_to
 from lightning_par.pipeline.trial.fake_step import claims_size, sizing
 from lightning_par.pipeline.trial.samples.sample_sums import tag_result
 from lightning_par.pipeline.trial.samples.scripted import close_scripted_draws
+from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.tensor_classes import class_of
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import linked
@@ -157,7 +159,17 @@ def _kept_a_view(run: Analysis, func: Any, x: Tensor, given: Sequence[Any]) -> T
 
 def as_located(run: Analysis, x: Tensor) -> Tensor:
     """A function may hand a tensor of the batch alone back as it is: where the others are, there it is now, too."""
-    return x if is_located(x) else linked(_apart(run, x), [x])
+    if is_located(x):
+        return x
+    kind = None if run.classes is None else class_of(x)
+    if kind is not None:
+        raise UnitError(
+            f"{user_line()}: a {kind.__name__} of the batch is handed back as it is by what may be on another stage of "
+            "the pipeline, which hands on plain tensors. Take `x.as_subclass(torch.Tensor)`, or use "
+            "TensorParallelStrategy.",
+            run.path,
+        )
+    return linked(_apart(run, x), [x])
 
 
 def _apart(run: Analysis, x: Tensor) -> Tensor:

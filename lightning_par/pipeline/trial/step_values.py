@@ -16,6 +16,7 @@ from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
 from lightning_par.private.graph import made_by, node_of
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
+from lightning_par.python_state.tensor_classes import class_of
 from lightning_par.sharded.functions import writes_into
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.large_values import is_large
@@ -30,6 +31,11 @@ _WRITES_INTO_PICKED = (
     "writes into a part of a tensor that all stages of the pipeline have. Which part goes by a value of the model, "
     "which one of them has. Write `t[i] = t[i] + 1` for `t[i] += 1`, and `t[i, j] = 1` for `t[i][j] = 1`, or use "
     "TensorParallelStrategy."
+)
+
+_WRITES_INTO_CLASS = (
+    "writes a value that depends on the model into a {}, which stages of a pipeline hand on as a plain tensor. Write "
+    "into `x.as_subclass(torch.Tensor)`, or use TensorParallelStrategy."
 )
 
 _WRITES_UNSEEN = (
@@ -166,6 +172,9 @@ class StepValues:
         target = args[0] if args else None
         if not writes_into(name) or not isinstance(target, Tensor):
             return None
+        kind = class_of(target)
+        if kind is not None:
+            raise NotImplementedError(f"{user_line()}: `{name}` {_WRITES_INTO_CLASS.format(kind.__name__)}")
         if is_located(target):
             if memory_reference(target) in self.picked:
                 raise NotImplementedError(f"{user_line()}: `{name}` {_WRITES_INTO_PICKED}")

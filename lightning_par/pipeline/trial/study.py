@@ -80,6 +80,8 @@ def study(
     axis = axis or MicrobatchAxis(microbatches, 0)
     whole, ours, theirs = as_whole(step, stages, surveyed)
     refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
+    if whole.classes is not None:
+        whole.classes.refuse_parts()
     _refuse_values_of_hooks(step, stages, whole)
     _refuse_repeated_changes(step, whole)
     layouts = cut_layouts(sample_layouts(step, stages, whole, ours, theirs), step.samples, axis)

@@ -14,6 +14,10 @@ from lightning_par.sharded.rules.lookup import announce_gather, user_line
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 
+class OtherClassError(NotImplementedError):
+    """A value of a pipeline's model is to be of a class that is none of torch's."""
+
+
 def patch() -> Replacement:
     """Of `torch.Tensor.as_subclass`."""
     return Replacement(Tensor, "as_subclass", _followed)
@@ -30,9 +34,10 @@ def _followed(plain: Any, use: Use) -> Any:
         if cls is Tensor and (type(x) in (Tensor, FakeTensor) or isinstance(x, ShardedTensor)):
             return x  # of a plain class to user code
         if run is not None and (not run.depth or isinstance(x, FakeTensor)):
-            raise NotImplementedError(
+            raise OtherClassError(
                 f"{user_line()}: a step makes a {cls.__name__} of a tensor (as_subclass), which a pipeline does not "
-                "follow from stage to stage. Compute with plain tensors, make it behind the step, or use "
+                "follow from stage to stage; so does torch with what it computes of one. Compute with plain tensors, "
+                "of a batch's by `x.as_subclass(torch.Tensor)`, make it behind the step, or use "
                 "TensorParallelStrategy."
             )
         if isinstance(x, ShardedTensor):

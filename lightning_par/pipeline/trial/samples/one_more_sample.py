@@ -15,6 +15,7 @@ from lightning_par.pipeline.trial.analysis_notes import Layouts
 from lightning_par.pipeline.trial.analysis_run import AnalysisRun
 from lightning_par.pipeline.trial.survey import Seen, Survey, same
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.tensor_classes import of_its_class, plain
 from lightning_par.trial.guesses import EndlessError, Guesses
 from lightning_par.trial.step import Step
 
@@ -23,7 +24,10 @@ def with_one_more(step: Step) -> Step:
     """On a batch with one more sample, not one less, since BatchNorm takes no single one."""
 
     def longer(x: Tensor) -> Tensor:
-        return torch.cat([x, x[-1:]]) if x.ndim and x.shape[0] == step.samples else x
+        if not x.ndim or x.shape[0] != step.samples:
+            return x
+        values = plain(x)
+        return of_its_class(x, torch.cat([values, values[-1:]]))
 
     return replace(step, batch=map_tensors(longer, step.batch))
 
