@@ -40,6 +40,22 @@ def is_fake(x: Any) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def is_sized(func: Any, args: Any) -> bool:
+    """Whether ``func``, which fakes can't run, returns as many values whatever these are: ``x[i]`` at places."""
+    if getattr(func, "__name__", "") not in ("__getitem__", "__setitem__"):
+        return False
+    key = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(_is_whole_place(x) for x in key)
+
+
+def _is_whole_place(x: Any) -> bool:
+    if isinstance(x, slice):
+        return not any(isinstance(end, Tensor) for end in (x.start, x.stop, x.step))
+    if isinstance(x, Tensor):
+        return x.dtype in _WHOLE
+    return x is None or x is ... or type(x) is int
+
+
 class OnOnes:
     """A function that fakes can't run, in its place: rules know it by its name, and it runs on fakes.
 

@@ -497,6 +497,34 @@ class CountsInViews(CountsAtPlaces):
         self.table[place].add_(1)
 
 
+class CountsInPlace(CountsAtPlaces):
+    """By Python's `+=`, which takes a view, writes into it, and assigns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.ones(2, C)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.a(batch[0])
+        place, seen = hidden.sum(1).argmax(-1)[0], torch.zeros(C)
+        seen[place] += 2
+        self.table[place] += self.b(hidden).detach().mean()
+        self.table[place, place] *= 3
+        self.rows[0, place] -= self.table[place].sum()
+        y = self.b(hidden) + seen + self.table[place] + self.rows[0]
+        self.log("counted", self.table.sum())
+        return F.mse_loss(y, batch[0].flip(1))
+
+
+class LooksAtViews(CountsAtPlaces):
+    """Shows by an earlier view what is assigned to a place since."""
+
+    def count(self, place: Tensor) -> None:
+        row = self.table[place]
+        self.table[place] = self.table[place] + 1
+        self.log("row", row.sum())
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,

@@ -38,9 +38,11 @@ from tests.law.found import (
 from tests.law.strange import (
     STRANGE,
     CountsAtPlaces,
+    CountsInPlace,
     CountsInViews,
     GivesItsWeights,
     KeepsWhatNoneCanMake,
+    LooksAtViews,
     OnPoints,
     UpdatesAndComputes,
 )
@@ -78,12 +80,14 @@ BY_THEMSELVES = {
     for kind in (
         AverageOfParts,
         CountsAtPlaces,
+        CountsInPlace,
         CountsInViews,
         CountsKinds,
         CyclesLayers,
         GivesItsWeights,
         HookThatLeavesLate,
         KeepsWhatNoneCanMake,
+        LooksAtViews,
         OnPoints,
         RegistersInLayer,
         RegistersOnItself,
@@ -228,8 +232,9 @@ def test_what_layers_keep_may_be_such_that_no_other_rank_can_make_it(pool: Pool)
 
 
 def test_a_tables_views_at_places_that_the_model_tells_are_not_written_unseen(pool: Pool) -> None:
-    wrong, _ = _wrong(pool, ["CountsAtPlaces", "CountsInViews"], LAYOUTS["pipeline"])
-    assert list(wrong) == ["CountsInViews"]
+    wrong, _ = _wrong(pool, ["CountsAtPlaces", "CountsInPlace", "CountsInViews", "LooksAtViews"], LAYOUTS["pipeline"])
+    assert list(wrong) == ["CountsInViews", "LooksAtViews"]
+    assert "`__setitem__` writes a value that depends on the model into a tensor that" in wrong["LooksAtViews"]
     assert "`add_` writes into a part of a tensor that all stages of the pipeline have" in wrong["CountsInViews"]
 
 

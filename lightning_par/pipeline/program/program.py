@@ -50,6 +50,7 @@ class StepEvent:
             the last holds it to that.
         sizing: the content of the batch's tensors that tell that shape, where some do.
         sets: whether it writes into a located tensor without returning it, as `x[0] = y` does; that is its result.
+        copies: whether it gives a copy of what it takes, as of `x[i]` in ``x[i] += 1``.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
         itself: which of its tensors is what it returns, where that is a parameter.
         given: the shapes of its inputs that depend on the batch alone.
@@ -83,6 +84,7 @@ class StepEvent:
     claimed: bool = False
     sizing: tuple[Any, ...] | None = None
     sets: bool = False
+    copies: bool = False
     writes: bool = False
     itself: int | None = None
     given: tuple[tuple[int, ...], ...] = ()

@@ -192,6 +192,7 @@ class StageRun(StageValues):
             if record.writes:
                 given = (given[0].clone(), *given[1:])  # the batch's own tensor serves the other microbatches, too
             result = func(*given, **kwargs)
+            result = result.clone() if record.copies else result
             self._check_claim(index, record, result)
             if index in self.program.guards and result != record.result:
                 self.failed = record.place

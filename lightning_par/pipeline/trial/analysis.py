@@ -94,6 +94,7 @@ class Analysis(AnalysisNotes):
         if name in READS:
             self.unit_buffers.check_outside((args, kwargs))
         args, kwargs = self.unit_buffers.stood_in(args, kwargs)
+        self.values.picked.about_to_run(name, args)
         try:
             return self._transformed_event(func, name, args, kwargs)
         except SamplesMixError as error:

@@ -161,6 +161,9 @@ class AnalysisNotes(FakeRun):
 
     def finish(self) -> None:
         """After the step: what it wrote into tensors of the module counts as used at its end."""
+        self.values.picked.about_to_run("", ())
+        for index in self.values.picked.copied:
+            self.events[index].copies = True
         written = [value for target, value in self.written_tensors() if self.values.is_state(target)]
         self.effects += written
         self.values.check_current(self.effects)

@@ -32,7 +32,7 @@ from lightning_par.sharded.patches.subclasses import OtherClassError
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.wrapped_tensors import run_by_wrapper
-from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
+from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, is_sized, run_on_ones
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
 
@@ -155,7 +155,7 @@ class FakeRun(CallTree, Run):
             self.note_large(leaves)
             if sizing(func, args) is not None:
                 self.sized += 1
-            else:
+            elif not is_sized(func, args):
                 self.unsized += 1
                 self.close_modules("the shape of a value in it depends on values")
             result = self._run_on_ones(func, args, kwargs)

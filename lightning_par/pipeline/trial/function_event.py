@@ -146,14 +146,14 @@ def _result(run: Analysis, func: Any, args: Any, kwargs: Any, target: Tensor | N
 def _kept_a_view(run: Analysis, func: Any, x: Tensor, given: Sequence[Any]) -> Tensor:
     """As `as_located`; a view of what depends on the batch alone is known for one, though it looks like a copy."""
     located = as_located(run, x)
-    others = [y for y in tensors_in(given) if not is_located(y)]
+    others = {memory_reference(y): y for y in tensors_in(given) if not is_located(y)}
     if located is x and getattr(func, "__name__", "") == "__getitem__":  # at a place that is not known
-        others = [run.mode.from_tensor(y) for y in others[:1] if y is given[0]]
+        others = {memory_reference(run.mode.from_tensor(y)): y for y in given[:1] if not is_located(y)}
     elif located is x:
         return x
     memory, own = memory_reference(x), memory_reference(located)
-    if memory is not None and own is not None and memory in map(memory_reference, others):
-        run.values.picked.add(own)
+    if memory is not None and own is not None and memory in others:
+        run.values.picked.note(own, len(run.events), others[memory], given)
     return located
 
 

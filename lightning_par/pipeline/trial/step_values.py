@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located
-from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.numbers_written import Memory
+from lightning_par.pipeline.trial.picked_views import Picked
 from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
 from lightning_par.private.graph import made_by, node_of
 from lightning_par.private.storage import memory_of
@@ -26,12 +25,6 @@ _WRITES_INTO_VIEWS = (
     "used. A pipeline can't follow that: build the tensor from its parts, e.g. with torch.stack or torch.cat."
 )
 
-
-_WRITES_INTO_PICKED = (
-    "writes into a part of a tensor that all stages of the pipeline have. Which part goes by a value of the model, "
-    "which one of them has. Write `t[i] = t[i] + 1` for `t[i] += 1`, and `t[i, j] = 1` for `t[i][j] = 1`, or use "
-    "TensorParallelStrategy."
-)
 
 _WRITES_INTO_CLASS = (
     "writes a value that depends on the model into a {}, which stages of a pipeline hand on as a plain tensor. Write "
@@ -59,7 +52,7 @@ class StepValues:
         nodes: of the graph, before anything is written into the value.
         views: ids of tensors of the module, or of views of them.
         memory: which values share some, and who writes into it.
-        picked: memory of values of the model that are views of what depends on the batch alone.
+        picked: views, at places that values of the model tell, of what depends on the batch alone.
         kept: ids stay valid as long as the objects live.
         fresh: ids of tensors that functions of the batch alone made.
         stale: ids of tensors that share memory with one that a value of the model was written into since, and where:
@@ -79,7 +72,7 @@ class StepValues:
         self.nodes: dict[Key, Any] = {}
         self.views: set[int] = set()
         self.memory = SharedStorage()
-        self.picked: set[StorageWeakRef] = set()
+        self.picked = Picked()
         self.kept: list[Any] = [batch]
         self.fresh: set[int] = set()
         self.stale: dict[int, str] = {}
@@ -176,10 +169,10 @@ class StepValues:
         if kind is not None:
             raise NotImplementedError(f"{user_line()}: `{name}` {_WRITES_INTO_CLASS.format(kind.__name__)}")
         if is_located(target):
-            if memory_reference(target) in self.picked:
-                raise NotImplementedError(f"{user_line()}: `{name}` {_WRITES_INTO_PICKED}")
+            self.picked.about_to_write(name, target, self.keys.get(id(target)))
             return None
         place, base = f"{user_line()}: `{name}`", behind(target)
+        self.picked.written(lambda x: _share(x, target), args[1:], place)
         for x in [x for kept in self.kept for x in tensors_in(kept)]:
             if behind(x) is not base and not is_located(x) and _share(x, target):
                 if id(x) not in self.fresh:
@@ -193,7 +186,9 @@ class StepValues:
 
     def check_current(self, tensors: Iterable[Tensor]) -> None:
         """Raises NotImplementedError where one of the ``tensors`` is a view of what was written into since."""
+        tensors = [*tensors]
         place = next((self.stale[id(x)] for x in tensors if id(x) in self.stale), None)
+        place = place or self.picked.stale_among(tensors)
         if place is not None:
             raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
 

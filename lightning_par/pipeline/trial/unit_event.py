@@ -42,6 +42,7 @@ def record_unit(
         GlobalDrawError: it draws from the generators of numpy or `random`.
     """
     run.about_to_call()
+    run.values.picked.about_to_run("", ())
     run.draws.begin(path)
     run.cutter.meet(path, len(run.events))
     run.unit_buffers.check_outside((args, kwargs))
