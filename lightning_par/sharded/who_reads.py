@@ -14,6 +14,14 @@ def is_inner(frame: types.FrameType) -> bool:
     return _inner[frame.f_globals.get("__name__", ""), frame.f_code.co_name]
 
 
+def makes_fakes(frame: types.FrameType | None) -> bool:
+    """Whether torch asks, behind our own code where ``frame`` is of that, to make a fake of a tensor: it looks at all
+    that a tensor has."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_par.sharded.patches."):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch._subclasses.")
+
+
 def _is_inner(place: tuple[str, str]) -> bool:
     module, function = place
     zeroes = module == "torch.nn.modules.module" and function == "zero_grad"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from lightning_par.private.pytree import tree_map
@@ -514,6 +515,28 @@ class CountsInPlace(CountsAtPlaces):
         y = self.b(hidden) + seen + self.table[place] + self.rows[0]
         self.log("counted", self.table.sum())
         return F.mse_loss(y, batch[0].flip(1))
+
+
+class _Filled(torch.autograd.Function):
+    """Writes into what it makes without values, for which a trial has to make a fake."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        made = torch.empty(len(x), *x.shape[1:], dtype=x.dtype)
+        made[:] = x * 2
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class FillsAgain(Base):
+    """Within what backward runs again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = checkpoint(lambda x: _Filled.apply(self.a(x).tanh()), batch[0], use_reentrant=False)
+        return F.mse_loss(self.b(hidden), batch[0].flip(1))
 
 
 class LooksAtViews(CountsAtPlaces):

@@ -40,6 +40,7 @@ from tests.law.strange import (
     CountsAtPlaces,
     CountsInPlace,
     CountsInViews,
+    FillsAgain,
     GivesItsWeights,
     KeepsWhatNoneCanMake,
     LooksAtViews,
@@ -84,6 +85,7 @@ BY_THEMSELVES = {
         CountsInViews,
         CountsKinds,
         CyclesLayers,
+        FillsAgain,
         GivesItsWeights,
         HookThatLeavesLate,
         KeepsWhatNoneCanMake,
@@ -251,7 +253,7 @@ def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: 
 
 
 def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
-    names = ["AverageOfParts", "CountsKinds", "MatchesTargets", "RemembersATable", "RenewsCodebook"]
+    names = ["AverageOfParts", "CountsKinds", "FillsAgain", "MatchesTargets", "RemembersATable", "RenewsCodebook"]
     assert _wrong(pool, names, LAYOUTS["pipeline"])[0] == {}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from lightning_par.pipeline.plan.units import ancestors
+from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.modules import modules_of, parameters_of
 
 
@@ -39,9 +40,17 @@ class HeldModules:
             NotImplementedError: there is one.
         """
         for path, modules, name, child in self._held:
-            if modules.get(name, child) is not child:
+            now = modules.get(name, child)
+            if now is child:
+                continue
+            if now is not None and is_compiled_wrapper(now) and child in now.children():
                 raise NotImplementedError(
-                    f"{path!r} is another module than the one whose weights were placed on stages: it was replaced "
-                    "since, as in on_fit_start, and what the new one holds is on no stage. Replace modules before, in "
-                    "__init__, setup or configure_model."
+                    f"{path!r} is what torch.compile made of the module whose weights were placed on stages, since "
+                    f"that was done, as in on_fit_start. Write `self.{path}.compile()` there, which compiles it in "
+                    "place, or use torch.compile before, in __init__, setup or configure_model."
                 )
+            raise NotImplementedError(
+                f"{path!r} is another module than the one whose weights were placed on stages: it was replaced since, "
+                "as in on_fit_start, and what the new one holds is on no stage. Replace modules before, in __init__, "
+                "setup or configure_model."
+            )

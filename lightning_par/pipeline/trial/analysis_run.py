@@ -165,6 +165,8 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
             with standing_in(axis is not None, asked.draw, guesses):
                 result = getattr(copy, step.name)(batch, *step.rest)
     except (TypeError, RuntimeError, IndexError) as error:
+        if run.mixing is not None and error is not run.mixing:  # the step, or torch for it, has made another one of it
+            raise run.mixing from error
         if type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError):
             error.read_at = run.read_at  # type: ignore[union-attr]
         raise

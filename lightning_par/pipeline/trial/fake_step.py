@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,6 +32,7 @@ from lightning_par.sharded.functions import ARRAYS, HOOKS, READS, RECURRENT, SIZ
 from lightning_par.sharded.patches.subclasses import OtherClassError
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.who_reads import makes_fakes
 from lightning_par.sharded.wrapped_tensors import run_by_wrapper
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, is_sized, run_on_ones
 from lightning_par.trial.guesses import Guesses
@@ -94,7 +96,7 @@ class FakeRun(CallTree, Run):
                 "run, or use TensorParallelStrategy."
             )
         if getattr(func, "__name__", "") == "__get__" and name_of(func) == "grad":  # it may be replaced
-            self.reads_gradients = True
+            self.reads_gradients |= not makes_fakes(sys._getframe(1))
         if getattr(func, "__name__", "") in DRAWING:
             result, cached = drew_for_cache(lambda: self._heard(func, types, args, kwargs))
             if cached is not None:

@@ -90,6 +90,11 @@ def _array(x: Tensor, guess: int) -> Any:
     return drawn.astype(dtype)
 
 
+def says_yes_or_no(name: str, x: Tensor) -> bool:
+    """Whether the function ``name``, which reads ``x``, gives no number, but True or False."""
+    return name in TRUTHS or name == "item" and x.dtype is torch.bool
+
+
 def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
     """What the function ``name``, which reads ``x``, returns while ``x`` is absent.
 
@@ -99,7 +104,9 @@ def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
     guesses = AbsentNumber.guesses or Guesses()
     if name in WHOLE_NUMBERS:
         _refuse_cut()
-    if name in TRUTHS or name in WHOLE_NUMBERS:
+    if says_yes_or_no(name, x):
+        return guesses.read("__bool__", x, args)
+    if name in WHOLE_NUMBERS:
         return guesses.read(name, x, args)
     if name in ("item", "__float__", "__complex__"):
         return AbsentNumber(_number(guesses.choose(FLOATS)))

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lightning_par.pipeline.program.program import StepEvent
 from lightning_par.pipeline.trial.call_context import modes_around
-from lightning_par.pipeline.trial.placeholders import read_placeholder
+from lightning_par.pipeline.trial.placeholders import read_placeholder, says_yes_or_no
 from lightning_par.pipeline.trial.samples.sample_sums import tag_of
-from lightning_par.sharded.functions import TRUTHS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -31,7 +30,7 @@ def record_read(run: Analysis, func: Any, name: str, args: Any, kwargs: Any, loc
     if not run.training and not run.is_within():
         run.read_first = run.read_first or place
     result = read_placeholder(name, located[0], args)
-    if name in TRUTHS:
+    if says_yes_or_no(name, located[0]):
         run.asks[len(run.events)] = run.guesses.latest
     run.events.append(StepEvent(func, "read", run.values.keys_of(located), result, place, modes_around()))
     run.values.kept.append((args, kwargs))

@@ -30,6 +30,8 @@ class Replaces(Net):
             self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net)  # type: ignore[assignment]
         elif self.what == "all":
             self.net = copy.deepcopy(self.net)
+        elif self.what == "compiled":
+            self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
 
     def on_train_epoch_start(self) -> None:
         if self.what == "loss":
@@ -45,6 +47,11 @@ def _train(what: str) -> dict[str, Any]:
 def test_a_layer_that_is_replaced_after_it_was_placed_is_refused_by_name(pool: Pool, what: str, name: str) -> None:
     with pytest.raises(RanksFailedError, match=f"'{name}' is another module than the one whose weights were placed"):
         pool.run(2, _train, what)
+
+
+def test_a_layer_that_is_compiled_after_it_was_placed_is_told_how_to(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match=r"'net' is what torch.compile made of .* Write `self.net.compile\(\)`"):
+        pool.run(2, _train, "compiled")
 
 
 def test_a_loss_may_be_replaced_at_any_time(pool: Pool) -> None:

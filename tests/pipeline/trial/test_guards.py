@@ -38,6 +38,13 @@ class Autoencoder(pl.LightningModule):
         elif self.kind == "torch's assert":
             torch._assert(mean.abs().max() < self.limit, "the mean is too large")
             z = mean + spread
+        elif self.kind == "number":  # of a truth, which is none
+            if (mean.abs().max() > self.limit).item() or torch.isnan(mean).any().item() is True:
+                raise AssertionError("the mean is too large")
+            z = mean + spread
+        elif self.kind == "compared":  # by code that makes an error of its own of ours
+            torch.testing.assert_close(mean, mean.clone())
+            z = mean + spread
         elif self.kind == "exits":
             if mean.abs().max() > self.limit:
                 sys.exit(3)
@@ -82,8 +89,8 @@ def _trained(kind: str, world: int, limit: float = 1e9) -> Any:
     return {name: x.clone() for name, x in model.state_dict().items()}, trainer.callback_metrics["loss"]
 
 
-@slow(but=["validated", "torch's assert"])
-@pytest.mark.parametrize("kind", ["validated", "asserted", "exits", "torch's assert"])
+@slow(but=["validated", "torch's assert", "number"])
+@pytest.mark.parametrize("kind", ["validated", "asserted", "exits", "torch's assert", "number", "compared"])
 def test_the_stage_that_has_the_value_checks_it(pool: Pool, kind: str) -> None:
     (expected,) = pool.run(1, _trained, kind, 1)
     for got in pool.run(2, _trained, kind, 2):
@@ -101,6 +108,7 @@ def test_what_fails_the_check_ends_the_run(pool: Pool) -> None:
     ("kind", "limit", "message"),
     [
         ("told", 1e-9, "AssertionError: the mean is 0."),
+        ("number", 1e-9, "AssertionError: the mean is too large"),
         ("torch's assert", 1e-9, "AssertionError: the mean is too large"),
         ("found wrong", 1e9, "ValueError: Expected parameter scale"),
     ],
