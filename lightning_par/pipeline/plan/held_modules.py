@@ -43,7 +43,7 @@ class HeldModules:
             now = modules.get(name, child)
             if now is child:
                 continue
-            if now is not None and is_compiled_wrapper(now) and child in now.children():
+            if now is not None and is_compiled_wrapper(now) and any(x is child for x in now.children()):
                 raise NotImplementedError(
                     f"{path!r} is what torch.compile made of the module whose weights were placed on stages, since "
                     f"that was done, as in on_fit_start. Write `self.{path}.compile()` there, which compiles it in "

@@ -33,7 +33,7 @@ from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.functions import READS
 from lightning_par.sharded.patches.transforms import TRANSFORMS
-from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.rules.lookup import user_line, writes
 
 
 class ReadFirstError(BaseException):
@@ -96,7 +96,8 @@ class Analysis(AnalysisNotes):
         args, kwargs = self.unit_buffers.stood_in(args, kwargs)
         self.values.picked.about_to_run(name, args)
         try:
-            return self._transformed_event(func, name, args, kwargs)
+            result = self._transformed_event(func, name, args, kwargs)
+            return self.unit_buffers.handed_back(result) if writes(name) else result
         except SamplesMixError as error:
             self.mixing = error
             raise

@@ -42,6 +42,7 @@ class UnitBuffers:
         self.units = {id(b): path for path in units for b in copy.get_submodule(path).buffers()}
         self._names = {id(b): name for name, b in copy.named_buffers() if id(b) in self.units}
         self._stand_ins: dict[int, Tensor] = {}
+        self._behind: dict[int, Tensor] = {}  # by id of a stand-in: the buffer
 
     def stood_in(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a function of the step's own code is given, with stand-ins in it.
@@ -52,6 +53,11 @@ class UnitBuffers:
         if self.units.keys().isdisjoint(map(id, tensors_in((args, kwargs)))):
             return args, kwargs
         return map_tensors(self._for, args), map_tensors(self._for, kwargs)
+
+    def handed_back(self, result: Any) -> Any:
+        """What a function returns that has written into its first argument: the buffer itself, to which ``+=`` sets the
+        attribute that it was taken from."""
+        return self._behind.get(id(result), result)
 
     def _for(self, x: Tensor) -> Tensor:
         unit = self.units.get(id(x))
@@ -64,7 +70,7 @@ class UnitBuffers:
         if id(x) not in self._stand_ins:
             with self._mode:
                 fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
-            self._stand_ins[id(x)] = fake
+            self._stand_ins[id(x)], self._behind[id(fake)] = fake, x
             self._made(fake, name)
         return self._stand_ins[id(x)]
 
