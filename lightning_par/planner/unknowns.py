@@ -8,11 +8,22 @@ from torch import nn
 
 from lightning_par.planner.messages.clipped import clips_itself
 from lightning_par.strategies.startup_table import bytes_text
+from lightning_par.trial.first_batch import is_users
 
 if TYPE_CHECKING:
     from lightning_par.planner.machine.precisions import Precision
     from lightning_par.planner.planner import Planner
     from lightning_par.planner.recording.optimizer_state import OptimizerState
+
+_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+"""Of a module, around a step: they may read and write weights and gradients."""
 
 
 def unknowns(planner: Planner) -> list[str]:
@@ -32,6 +43,12 @@ def unknowns(planner: Planner) -> list[str]:
         found.append(f"not known: what comes of {planner.untransferred}: planned for the batch as it is loaded")
     if clips_itself(planner.tree.module) and not planner.by_hand:
         found.append("not known: what configure_gradient_clipping of the module does; counted as Lightning's own")
+    hooks = [name for name in _HOOKS if hasattr(planner.tree.module, name) and is_users(planner.tree.module, name)]
+    if hooks:
+        found.append(
+            f"not known: what {' and '.join(hooks)} of the module sends, as of weights of other ranks; counted as if "
+            "nothing (a dry run counts it)"
+        )
     if planner.step.reads:
         places = ", ".join(planner.step.reads)
         found.append(

@@ -121,6 +121,20 @@ def test_each_rank_holds_and_sends_what_was_said(kind: type[Twins], layout: str)
         assert {axis: size for axis, size in said[rank]["sent"].items() if size} == {k: v for k, v in sent.items() if v}
 
 
+class Between(InPlace):
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return (self.net(batch[0]) - self.teacher(batch[0]).detach()).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.update()
+
+
+def test_what_hooks_send_is_said_not_to_be_known() -> None:
+    told = [plan(kind, [torch.ones(4, 8)], "8xH100", devices=2, layout=STAGES).notes for kind in (InPlace, Between)]
+    wanted = "not known: what on_train_batch_end of the module sends, as of weights of other ranks"
+    assert not any("on_train" in note for note in told[0]) and any(note.startswith(wanted) for note in told[1])
+
+
 def test_a_value_of_weights_is_made_where_it_is_wanted_or_where_they_all_are() -> None:
     holders = {"net": frozenset({0}), "teacher": frozenset({1}), "both": frozenset({0, 1})}
     scaled = WeightCall(0, (("net", 8),), wanted="teacher")  # stays on rank 0
