@@ -107,7 +107,7 @@ class OtherStages:
                 self._tell(told, tuple(range(self.groups.pipeline.size)), {name: x})
                 continue
             there = self._stand_in(tensor) if is_elsewhere(x) else x
-            self._tell(told, self.holders(self._first[id(tensor)]), {name: there})
+            self._tell(told, self.holders(self._name(tensor)), {name: there})
         return told
 
     def states(self, optimizer: Optimizer, values: Mapping[Any, Any]) -> list[Told]:
@@ -116,10 +116,10 @@ class OtherStages:
         for key, x in values.items():
             own[key[0]][key] = x
         for number, (p, group) in enumerate(_parameters(optimizer)):
-            name = self._first.get(id(p), "")  # one that is not the module's is everybody's
+            name = self._name(p)  # one that is not the module's is everybody's
             mine = own.get(number, {})
             if is_elsewhere(p):
-                state = self._state_there(optimizer, p, group)
+                state = self.state_there(optimizer, p, group)
                 mine = {} if state is None else {(number,): None, **{(number, key): x for key, x in state.items()}}
             self._tell(told, self.holders(name), mine)
         return told
@@ -143,10 +143,14 @@ class OtherStages:
 
     def _stand_in(self, x: Any) -> Tensor:
         """What the rank of another stage has for ``x`` that is elsewhere, in this one's place along the other axes."""
-        name = self._first[id(x)]
+        name = self._first.get(id(x), self._name(x))
         if name not in self._made:
             self._made[name] = self._standing(x, name)
         return self._made[name]
+
+    def _name(self, x: Any) -> str:
+        """By which it is known who holds ``x``: that of the weight of which it is a copy, made since the run began."""
+        return vars(x).get("_of") or self._first.get(id(x)) or (x.origin.name if is_elsewhere(x) else "")
 
     def _standing(self, x: Any, name: str) -> Tensor:
         shape, sharding = list(x.shape), x.origin.sharding
@@ -167,7 +171,7 @@ class OtherStages:
             raise UntoldError(f"{name!r}, which is on another stage, shares memory with other tensors")
         return Stored.of(there, storage.all, storage.peers)
 
-    def _state_there(self, optimizer: Optimizer, p: Any, group: Mapping[str, Any]) -> dict[Any, Any] | None:
+    def state_there(self, optimizer: Optimizer, p: Any, group: Mapping[str, Any]) -> dict[Any, Any] | None:
         """What ``optimizer`` keeps of ``p`` where it is; None where that has no gradient.
 
         Raises:
@@ -180,7 +184,7 @@ class OtherStages:
                 "which parameters of other stages have a gradient can't be told, as where random numbers or values of "
                 "the model decide what the step computes"
             )
-        if self._first[id(p)] not in self.trained:
+        if self._name(p) not in self.trained:
             return None
         there = self._stand_in(p)
         alike = id(group), *_form(there)  # one step for all that lie alike
@@ -190,7 +194,7 @@ class OtherStages:
             return self._states[alike]
         except Exception as error:  # as of one that takes sparse gradients
             raise UntoldError(
-                f"what {type(optimizer).__name__} keeps of {self._first[id(p)]!r}, which is on another stage, can't be "
+                f"what {type(optimizer).__name__} keeps of {self._name(p)!r}, which is on another stage, can't be "
                 f"told ({type(error).__name__}: {error})"
             ) from error
 

@@ -21,12 +21,13 @@ from lightning_par.dry.strategy import dry
 from lightning_par.dry.weights import build_deferred
 from lightning_par.dry.world import make_environment, world_of
 from lightning_par.planner.recording.given_batch import read_batch
-from lightning_par.private.fake_tensors import WITHOUT_VALUE, copyable_fakes
+from lightning_par.private.fake_tensors import WITHOUT_VALUE, fakes_as_tensors
 from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import last_of, line_of
 from lightning_par.strategies.namespace import namespace_of
 from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.trial.first_batch import TRANSFERS, is_users
+from lightning_par.trial.known_values import forget
 
 _NUMPY = "numpy() is not supported for tensor subclasses"  # as one without values
 _LOGGED = "trainer.connectors.logger_connector.result"
@@ -95,7 +96,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
         stack.enter_context(generators.kept())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, which will do
-        stack.enter_context(copyable_fakes())
+        stack.enter_context(fakes_as_tensors(forget))
         built = build_deferred(module)
         namespace = namespace_of(type(built))
         lightning, ours = import_module(namespace.pytorch), import_module(namespace.ours)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
@@ -18,10 +19,12 @@ from lightning_par.checkpoint.file_cost import FileCost, file_cost
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import take_apart
 from lightning_par.dry.any_values import tensor_of
+from lightning_par.dry.buffers import untouched_buffers
 from lightning_par.dry.other_stages import DryInventory, OtherStages, UntoldError
 from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
 from lightning_par.fsdp.part import StoragePart
+from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients
 from lightning_par.planner.memory.live_bytes import LiveBytes
@@ -57,6 +60,7 @@ class DryMixin(_Base):
     _first: FirstStep | None = None  # until fakes are in the module
     _trained: frozenset[str] | None = None  # parameters that have a gradient, where that is known
     _alike: frozenset[str] = frozenset()  # parameters whose memory is others', too
+    _buffers: Mapping[str, Tensor] = MappingProxyType({})  # that no step touches
     _saved: DryInventory | None = None  # while it is planned what would be written
 
     def _heed_signals(self) -> None:
@@ -74,6 +78,7 @@ class DryMixin(_Base):
         self._first = first = super()._first_step(trainer)
         if self.groups.pipeline.size > 1:
             self._alike = frozenset(overlapping(first.module, trainer.callbacks))
+            self._buffers = untouched_buffers(first)
         return first
 
     def _materialise(self, module: nn.Module) -> None:
@@ -82,12 +87,27 @@ class DryMixin(_Base):
             with self._state.entered(copies_are_processes=True):  # a trial of the step
                 self._trained, stages = _trained(first), self.parts.of(StagesPart)
             if stages is not None:
-                stages.expect(self._trained)
+                stages.tell_alone(self._tell_alone)
         self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), self._live_bytes()
         with self.live:
             give_fakes(module, self._fakes)
         with self._fakes:
             self._fake = torch.empty(())
+
+    def _tell_alone(self, asks: JointGradients) -> None:
+        """What other stages would tell of their gradients, optimizers and buffers."""
+        asks.alone.expected, asks.alone.state_of, asks.buffers_alone.values = (
+            self._trained,
+            self._state_of,
+            self._buffers,
+        )
+
+    def _state_of(self, optimizer: Any, p: Any, group: Mapping[str, Any]) -> Mapping[Any, Any] | None:
+        stages = self._other_stages()
+        try:
+            return None if stages is None else stages.state_there(optimizer, p, group)
+        except UntoldError:
+            return None
 
     def _live_bytes(self) -> LiveBytes:
         kind = self.root_device.type

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.history import written_by
+from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.dry.any_values import of_any_values
 from lightning_par.optim.torch_optimizers import BY_PARAMETER
 from lightning_par.pipeline.between_steps.remote_weight import Weight
@@ -71,7 +72,8 @@ class KnownValues(TorchDispatchMode):
             return 1.0 if given[0].is_floating_point() else 1
         result = self._of_fakes(func, args, kwargs)
         for x in _written(func, args, kwargs, given):
-            forget(x)
+            if not is_elsewhere(x):  # whose memory nobody is to be asked for
+                forget(x)
         return result
 
     def _are_others(self, given: list[Tensor]) -> bool:

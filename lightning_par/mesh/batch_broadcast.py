@@ -23,7 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.known_objects import Beginning, Known
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.private.fake_tensors import FakeTensor
 
+_PLAIN = (Tensor, FakeTensor)  # fakes in dry runs alone
 _WORDS = frozenset((int, float, bool, str, type(None)))
 
 
@@ -116,7 +118,7 @@ class _Packer(pickle.Pickler):
         name = self.known.name_of(obj)
         if name is not None:
             return name
-        if type(obj) is not Tensor or obj.device.type != self.device.type or not (obj.is_leaf or self.detach):
+        if type(obj) not in _PLAIN or obj.device.type != self.device.type or not (obj.is_leaf or self.detach):
             return None
         if obj.layout is not torch.strided or obj.is_quantized or obj.is_nested:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, repeat
 from operator import attrgetter, gt
@@ -20,6 +20,7 @@ from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.optim.value_places import StagePlaces
 from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
+from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
 from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
 from lightning_par.pipeline.check_run import check_run
@@ -33,7 +34,6 @@ from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
-from lightning_par.python_state.set_each import set_each
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.graph_node import STAGES
 from lightning_par.sharded.patches import NODES, SHARDED, STREAMS, Patches
@@ -144,10 +144,10 @@ class StagesPart(Part):
                 return tuple(sorted(self.engine.programs.stages.holders(max(units, key=len))))
         return placed.of(name, size)
 
-    def expect(self, trained: Collection[str] | None) -> None:
-        """Before any step, where no other rank is there to tell which of its parameters get a gradient."""
+    def tell_alone(self, told: Callable[[JointGradients], None]) -> None:
+        """Before any step, where no other rank is there: ``told`` is called with what asks others between steps."""
         if self._outside is not None:
-            self._outside.expected = trained
+            self._outside.tell_alone = (told,)
 
     def counting(self) -> Once | None:
         """Which parameters count on this rank."""
@@ -215,7 +215,8 @@ class StagesPart(Part):
         else:
             own = [*map(leaf, held.values())]
         if not engine.programs.reads_gradients:
-            set_each(spent_gradients(module, optimizers), "grad", repeat(None))
+            assert self._outside is not None
+            self._outside.drop_gradients(spent_gradients(module, optimizers))
         named = dict(zip(held, own)) | ({} if engine.leaves is None else engine.leaves.found())
         if self._unverified:
             self._verify(engine, step, named, key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ __all__ = [
     "FakeTensorMode",
     "WITHOUT_VALUE",
     "UnsupportedOperatorException",
-    "copyable_fakes",
+    "fakes_as_tensors",
     "unset_fake_temporarily",
 ]
 
@@ -105,9 +105,16 @@ def active_fakes() -> FakeTensorMode | None:
 
 
 @contextlib.contextmanager
-def copyable_fakes() -> Iterator[None]:
-    """Inside, fakes can be copied deeply, which torch's own way fails at for one that knows its value, as
-    ``torch.tensor(0.0)`` does: it copies the real tensor that it keeps, too, in a mode that makes no real ones."""
+def fakes_as_tensors(forget: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, user code does with fakes what it does with tensors, at which torch's own fail.
+
+    They can be copied deeply, one that knows its value, as ``torch.tensor(0.0)`` does, too: torch copies the real
+    tensor that it keeps in a mode that makes no real ones. And ``x.data = y`` takes a real ``y``: ``x`` lies in memory
+    that stands for its memory from then on.
+
+    Args:
+        forget: called with such a ``y``, whose values are not known any more.
+    """
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
         if has_torch_function((self,)):  # a mode is on, which is told of torch's own way, too
@@ -116,9 +123,19 @@ def copyable_fakes() -> Iterator[None]:
             memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]
 
+    def get_data(self: Any) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    def set_data(self: Any, value: Any) -> None:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            forget(value)
+            value = self.fake_mode.from_tensor(value.detach())
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
     copied.__name__ = "__deepcopy__"
     FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    FakeTensor.data = property(get_data, set_data)  # type: ignore[assignment]
     try:
         yield
     finally:
-        del FakeTensor.__deepcopy__
+        del FakeTensor.__deepcopy__, FakeTensor.data

@@ -61,15 +61,23 @@ def is_mapped(x: Tensor) -> bool:
     return storage is not None and not storage.resizable()
 
 
-def is_shared(x: Tensor) -> bool:
-    """Whether another tensor, wherever it is, has memory of the strided ``x``, or may have it, as an array of numpy."""
+def tensors_in_memory(x: Tensor) -> int:
+    """How many tensors there are, wherever they are, in the memory of the strided ``x``; itself is one."""
 
     def uses(x: Tensor) -> int:  # torch counts them for its own graphs; the storage that asks is one
         count: int = torch._C._storage_Use_Count(x.untyped_storage()._cdata)  # type: ignore[attr-defined]
         return count
 
     with torch._C.DisableTorchFunction():
-        return uses(x) > uses(torch.empty(1)) or not x.untyped_storage().resizable()
+        return uses(x) - uses(torch.empty(1)) + 1
+
+
+def is_shared(x: Tensor) -> bool:
+    """Whether another tensor, wherever it is, has memory of the strided ``x``, or may have it, as an array of numpy."""
+    if tensors_in_memory(x) > 1:
+        return True
+    with torch._C.DisableTorchFunction():
+        return not x.untyped_storage().resizable()
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h

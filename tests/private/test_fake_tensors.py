@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.planner.memory.live_bytes import LiveBytes
 from lightning_par.private import fake_tensors
@@ -23,7 +23,7 @@ from lightning_par.private.fake_tensors import (
     FakeTensorMode,
     UnsupportedOperatorException,
     active_fakes,
-    copyable_fakes,
+    fakes_as_tensors,
     makes_fakes,
     unset_fake_temporarily,
 )
@@ -82,10 +82,23 @@ def test_fakes_that_know_their_value_can_be_copied() -> None:
         known = torch.tensor(0.0)
         with pytest.raises((RuntimeError, AssertionError)):
             copy.deepcopy({"step": known})["step"].add_(1)
-        with copyable_fakes():
+        with fakes_as_tensors(lambda x: None):
             twins = copy.deepcopy([known, known])
             assert twins[0] is twins[1] is not known and twins[0].shape == ()
     assert "__deepcopy__" not in vars(FakeTensor)
+
+
+def test_the_data_of_a_fake_can_be_set_to_a_real_tensor() -> None:
+    rows, forgotten = torch.zeros(2, 4).unbind(), list[Tensor]()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [nn.Parameter(torch.empty(4)) for _ in range(2)]
+        with fakes_as_tensors(forgotten.append):
+            for fake, row in zip(fakes, rows):
+                fake.data = row
+            assert fakes[0].shape == fakes[0].data.shape == (4,) and isinstance(fakes[0].data, FakeTensor)
+            fakes[0].data = mode.from_tensor(torch.zeros(3))
+            assert fakes[0].shape == (3,)
+    assert len(forgotten) == 2 and "data" not in vars(FakeTensor)
 
 
 def test_an_address_of_a_fake_can_be_read() -> None:

@@ -19,6 +19,7 @@ from lightning_par.private.storage import (
     memory_of,
     storage_of,
     tensor_in,
+    tensors_in_memory,
     trim_memory,
 )
 from tests.helpers.pool import Pool
@@ -122,3 +123,15 @@ def test_memory_that_others_have_is_known() -> None:
     assert is_shared(kept)
     del view
     assert not is_shared(kept)
+
+
+def test_tensors_in_one_memory_are_counted_without_values_too() -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(4)
+        views = [fake[i:] for i in range(3)]
+        assert tensors_in_memory(fake) == tensors_in_memory(views[0]) == 4
+    x = torch.zeros(4)
+    held = [x.data, x[1:]]
+    assert tensors_in_memory(x) == 3
+    held.pop()
+    assert tensors_in_memory(x) == 2

@@ -69,12 +69,17 @@ class AdoptedOptimizers:
         def plain_step(_: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = with_closures(in_sight, args, kwargs)
             with self._owner.plain():
-                return step(*args, **kwargs)
+                result = step(*args, **kwargs)
+            self._owner.alone.stepped = True
+            return result
 
         def forgetting(*args: Any, **kwargs: Any) -> Any:
             if getattr(zero_grad, "__func__", None) is Optimizer.zero_grad:  # it looks at each weight, and knows none
                 with self._owner.plain():
-                    return zero_grad(*args, **kwargs)
+                    zero_grad(*args, **kwargs)
+                    if kwargs.get("set_to_none", args[0] if args else True):
+                        self._owner.drop(p for group in optimizer.param_groups for p in group["params"])
+                    return None
             self._owner.forget()
             result = zero_grad(*args, **kwargs)
             if self._owner.shows:

@@ -8,7 +8,7 @@ changed, until nothing else refers to that memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of, send_to_all
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import copied
+from lightning_par.pipeline.between_steps.replicas_alone import Lying, looked_at
 from lightning_par.pipeline.between_steps.send_away import away_of
 from lightning_par.pipeline.between_steps.weight_reads import sent
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import is_shared, memory_of
 from lightning_par.sharded.identity import become
@@ -40,6 +42,7 @@ class _Replica:
     current: Callable[[], Tensor | None]  # the weight or gradient, where it is
     kind: Kind
     memory: int  # of what was given
+    lies: int | None  # where the weight or gradient itself lies since; None where it does not lie in what was given
     given: Tensor | None  # None where the weight or gradient itself has its memory
     place: _Place | None
 
@@ -60,6 +63,7 @@ class Replicas:
         self._taken: dict[object, str] = {}  # by the memory of a copy, the first weight that has it now
         self._of_parts: dict[str, Tensor] = {}  # what the data of weights was set to, of which no rank has all
         self._away: list[object] = []  # memory of copies that weights on other ranks have now
+        self._left: set[tuple[str, object]] = set()  # of what is noted: what was given other memory since, on all ranks
 
     def set_data(self, x: Any, value: Any) -> None:
         """``x.data = value``, where ``x`` is shown. All ranks must call it, as the following ones.
@@ -73,13 +77,16 @@ class Replicas:
             given, value = None, value if value.here is None else value.here
         elif self._owner.is_weight(value):
             given = self._shared(name, value)
+        plain = _plain(given if given is None else value)  # before what is set has the weight's values
         type(x)._plain.data.__set__(x, value if given is None or not is_elsewhere(value) else given)
-        held = weakref.ref(x)
+        held, key = weakref.ref(x), ("data", id(x))
         if name in self._owner.in_parts:
             if isinstance(given, Tensor) and not is_elsewhere(given):
                 self._of_parts[name] = given.data
         elif isinstance(given, Tensor):
-            self._note(("data", id(x)), name, lambda: None if is_elsewhere(held()) else held(), value)
+            self._note(key, name, lambda: None if is_elsewhere(held()) else held(), value, plain)
+        elif key in self._noted:
+            self._left.add(key)
 
     def set_gradient(self, name: str, value: Any) -> None:
         """``value`` was made the gradient of the parameter ``name``, or its ``data``.
@@ -90,7 +97,13 @@ class Replicas:
         if isinstance(value, Gradient):
             self._refuse_others("grad", name, value.of)
         elif isinstance(value, Tensor) and not self._owner.is_weight(value):
-            self._note(("grad", name), name, lambda: self._owner.held(name), value)
+            self._note(("grad", name), name, lambda: self._owner.held(name), value, _plain(value))
+        else:
+            self.leave([name])
+
+    def leave(self, names: Iterable[str]) -> None:
+        """The gradients of these parameters are no more what they were set to, on any rank."""
+        self._left.update(key for name in names if (key := ("grad", name)) in self._noted)
 
     def lend(self, x: Tensor, value: Any) -> None:
         """``x.data = value``, where ``value`` is shown, and ``x`` is not: from now on it is one of its views."""
@@ -128,17 +141,23 @@ class Replicas:
                 "of a weight on another stage of the pipeline. Write into that weight."
             )
 
-    def _note(self, key: tuple[str, object], name: str, current: Callable[[], Tensor | None], given: Any) -> None:
+    def _note(
+        self, key: tuple[str, object], name: str, current: Callable[[], Tensor | None], given: Any,
+        plain: Tensor | None,
+    ) -> None:  # fmt: skip
         with DisableTorchFunctionSubclass():
-            here, plain = current(), None if is_elsewhere(given) else given.data
+            here = current()
             memory = memory_of(here if here is not None and plain is None else given)
             own = here is not None and memory_of(here) == memory
+            lies = memory_of(here) if here is not None and (own or _is_mirrored(here, plain)) else None
             place = None if plain is None else _place(plain)
         for other in self._noted.values() if key[0] == "data" else ():
             if other.name != name and _overlap(place, other.place):
                 self._refuse_others("data", name, other.name)
         source = self._owner.sources[name]
-        self._noted[key] = _Replica(name, source, current, kind_of(given), memory, None if own else plain, place)
+        self._left.discard(key)
+        kept = None if own else plain
+        self._noted[key] = _Replica(name, source, current, kind_of(given), memory, lies, kept, place)
 
     def _refuse_others(self, what: str, name: str, other: str) -> None:
         ranks, others = self._owner.holders_of(name), self._owner.holders_of(other)
@@ -164,23 +183,58 @@ class Replicas:
                 )
         if not self._noted:
             return
-        mine = [(self._has_memory(x), x.given is not None and is_shared(x.given)) for x in self._noted.values()]
+        noted = [*self._noted.items()]
+        mine = [(self._has_memory(x), x.given is not None and is_shared(x.given)) for _, x in noted]
         told = self._axis.all_gather_object(mine, "weights")
-        for i, (key, x) in enumerate([*self._noted.items()]):
-            if told[x.source][i][0] and any(answers[i][1] for answers in told):
+        stay = [told[x.source][i][0] and any(its[i][1] for its in told) for i, (_, x) in enumerate(noted)]
+        for (key, x), stays in zip(noted, self._stay_alone() if self._axis.dry else stay, strict=True):
+            if stays:
                 self._send(x)
             else:  # it has other memory by now, or nothing looks at the replicas
                 del self._noted[key]
+        self._left.clear()
+
+    def _stay_alone(self) -> list[bool]:
+        """Which replicas are given values, told by this rank alone."""
+        lying = [self._lying(key, x) for key, x in self._noted.items()]
+        return [x.stays and seen for x, seen in zip(lying, looked_at(lying, self._axis.size), strict=True)]
+
+    def _lying(self, key: tuple[str, object], x: _Replica) -> Lying:
+        holders = self._owner.holders_of(x.name)
+        here = x.current() if self._has_memory(x) else None
+        stays = here is not None
+        if self._axis.rank not in holders:
+            stays = key not in self._left and (key[0] == "data" or self._gradients_stay())
+        return Lying(holders, x.memory, x.given, here if x.lies == x.memory else None, stays)
+
+    def _gradients_stay(self) -> bool:
+        """Whether gradients of other ranks are what they were set to: as those here are, if some were set."""
+        rank, holders = self._axis.rank, self._owner.holders_of
+        here = [x for key, x in self._noted.items() if key[0] == "grad" and rank in holders(x.name)]
+        return any(map(self._has_memory, here)) if here else self._owner.alone.are_there()
 
     def _has_memory(self, x: _Replica) -> bool:
         here = x.current()
-        return x.given is None and here is not None and memory_of(here) == x.memory
+        return here is not None and memory_of(here) == x.lies
 
     def _send(self, x: _Replica) -> None:
         with torch.no_grad(), DisableTorchFunctionSubclass():
             values = send_to_all(x.current(), x.kind, x.source, self._axis, "weights")
             if x.given is not None:
                 x.given.copy_(values)
+
+
+def _plain(x: Any) -> Tensor | None:
+    """Another tensor in the memory of ``x``, where this rank has that."""
+    if not isinstance(x, Tensor) or is_elsewhere(x):
+        return None
+    with DisableTorchFunctionSubclass():
+        return x.data
+
+
+def _is_mirrored(here: Tensor, given: Tensor | None) -> bool:
+    """Whether ``given``, which has values, was made the memory of what has none, as weights in a dry run: of a fake."""
+    return isinstance(here, FakeTensor) and given is not None and not isinstance(given, FakeTensor)
 
 
 def _place(x: Tensor) -> _Place:

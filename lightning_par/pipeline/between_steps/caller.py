@@ -24,6 +24,7 @@ _BETWEEN = (
         "lightning_par.sharded.patches.tensor_data",
         "lightning_par.sharded.tensor",
         "lightning_par.fsdp.stored_parameter",
+        "lightning_par.private.fake_tensors",
     ),  # of ``x.data``, for whoever wrote that
 )
 _TRANSPARENT = ("torch", "copy", "collections")

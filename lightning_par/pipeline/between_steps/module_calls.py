@@ -7,8 +7,9 @@ that a call on one rank alone ends in an error that names the others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.python_state.set_each import set_each
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Outside:
         sharding: the axes along which tensors may be sharded.
 
     Attributes:
-        expected: see `JointGradients`.
+        tell_alone: called with what other ranks would be asked, where none is there, as in a dry run.
 
     Example::
 
@@ -67,7 +69,7 @@ class Outside:
         outside.close()
     """
 
-    expected: Collection[str] | None = None
+    tell_alone: tuple[Callable[[JointGradients], None], ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Outside:
         return self  # of the run, which is not copied with a trainer
@@ -130,8 +132,15 @@ class Outside:
     def _joint(self) -> JointGradients:
         if self._gradients is None:
             self._gradients = JointGradients(self._module, self._placement, self.axis, self.meeting)
-            self._gradients.expected = self.expected
+            for told in self.tell_alone:
+                told(self._gradients)
         return self._gradients
+
+    def drop_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Drop those of ``parameters``, whichever ranks have them. All ranks must call it."""
+        set_each(parameters, "grad", repeat(None))
+        if self._gradients is not None:
+            self._gradients.drop(parameters)
 
     def begin_backward(self) -> None:
         """To be called on all ranks where a backward begins."""

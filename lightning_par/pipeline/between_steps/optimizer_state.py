@@ -8,7 +8,7 @@ where the parameter is. Optimizers and our own code see what is kept on this ran
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +133,8 @@ class JointState(MutableMapping[Any, Any]):
         told = {
             name: state for theirs in owner.axis.all_gather_object(mine, "optimizer") for name, state in theirs.items()
         }
+        if owner.axis.dry and owner.alone.stepped:
+            told |= self._told_alone(names)
         found: dict[Any, Any] = {}
         for p in self._parameters():
             name = names.get(p)
@@ -141,6 +143,16 @@ class JointState(MutableMapping[Any, Any]):
             elif name is not None and name in told:
                 found[p] = _Entry(self, name, p, told[name])
         return found | {key: state for key, state in self.own.items() if key not in found}
+
+    def _told_alone(self, names: Mapping[Tensor, str]) -> dict[str, dict[Any, Any]]:
+        """What other ranks would tell, by the parameter's name, where none is there: after a step of the optimizer."""
+        found = {}
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                state = self.owner.alone.state_of(self._optimizer, p, group) if is_elsewhere(p) and p in names else None
+                if state:
+                    found[names[p]] = {key: tree_map(_told, x) for key, x in state.items()}
+        return found
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.between_steps import weight_functions
 from lightning_par.pipeline.between_steps.adopted_optimizers import AdoptedOptimizers
 from lightning_par.pipeline.between_steps.assigned_storage import Replicas
+from lightning_par.pipeline.between_steps.buffers_alone import BuffersAlone
 from lightning_par.pipeline.between_steps.caller import sees_gradients, user_of
+from lightning_par.pipeline.between_steps.gradients_alone import GradientsAlone
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
@@ -52,8 +54,8 @@ class JointGradients:
         meeting: of the axis' ranks.
 
     Attributes:
-        expected: the first names of the parameters that get a gradient, where no other rank is there to tell of its
-            own; None where that is not known.
+        alone: which gradients other ranks have, where they can't tell.
+        buffers_alone: what their buffers hold, likewise.
 
     Example::
 
@@ -63,8 +65,6 @@ class JointGradients:
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # of all stages, on all ranks
         gradients.close()
     """
-
-    expected: Collection[str] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> JointGradients:
         return self  # of the run, which is not copied with a trainer
@@ -79,7 +79,7 @@ class JointGradients:
         self._parameters = spread.parameters
         self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
-        self._come = False  # whether a backward has begun
+        self.alone, self.buffers_alone = GradientsAlone(self._parameters), BuffersAlone(spread.buffer_name)
         self._plain, self._unseen = 0, 0
         self.updates = False  # whether a step updates weights, by calls that are the same on all ranks
         self.needed: tuple[int, ...] | None = None  # who needs what such a call makes, where that is known
@@ -111,7 +111,15 @@ class JointGradients:
     def come(self) -> None:
         """To be called on all ranks where a backward begins that gives parameters gradients."""
         self.forget()
-        self._come = True
+        self.alone.come()
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """To be called on all ranks where these parameters' gradients are dropped, on whichever rank they are."""
+        if not self.axis.dry:  # else the others tell
+            return
+        names = [name for p in parameters if (name := self.spread_name(p)) is not None]
+        self.alone.drop(names)
+        self.replicas.leave(names)
 
     def accumulated(self) -> None:
         """To be called on all ranks after a backward."""
@@ -216,13 +224,19 @@ class JointGradients:
     def put(self, parameter: Tensor, value: Tensor | None, here: bool) -> None:
         """``parameter.grad = value`` in user code; ``here`` says whether this rank holds the parameter."""
         name = self.name_of(parameter)
+        if value is None:
+            self.drop([parameter])
+        else:
+            self.alone.put(name)
         if self._known is not None:
             self._known = self._known - {name} if value is None else self._known | {name}
         if self.is_weight(value) and not {*self._holders[name]} <= {*self._holders[self.name_of(value)]}:
             value = sent(self, "grad", value)
         if here:
             held = plain(value) if isinstance(value, Weight) else value  # as torch.ones_like(weight)
-            hold(parameter, held.here if isinstance(held, Gradient) else held)
+            held = held.here if isinstance(held, Gradient) else held
+            # In a dry run it is another tensor in that memory, as on ranks without the weight: who looks is counted.
+            hold(parameter, held.detach() if self.axis.dry and held is value and held is not None else held)
         else:
             refuse_misfit(parameter, value)
         self.replicas.set_gradient(name, value)
@@ -259,17 +273,8 @@ class JointGradients:
             first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
             mine = [name for name in first if held_here(self._parameters[name]) is not None]
             told = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
-            self._known = self._expected() if self.axis.dry else told
+            self._known = self.alone.names() if self.axis.dry else told
         return self._known
-
-    def _expected(self) -> set[str]:
-        """As `known`, told by this rank alone: others have theirs where it has, or, if it has none, from a backward
-        on."""
-        names = {name for name, p in self._parameters.items() if p.requires_grad}
-        names = names if self.expected is None else names & {*self.expected}
-        here = [p for name in names if not is_elsewhere(p := self._parameters[name])]
-        have = any(held_here(p) is not None for p in here) if here else self._come
-        return names if have else set()
 
     def meet(self, doing: str) -> None:
         """Wait for the other ranks, which must do the same."""

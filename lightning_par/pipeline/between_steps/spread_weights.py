@@ -51,6 +51,10 @@ class SpreadWeights:
         """The name of the spread parameter that ``x`` is; None where it is none."""
         return self._names.get(id(x))
 
+    def buffer_name(self, x: Any) -> str | None:
+        """The name of the spread buffer that ``x`` is; None where it is none."""
+        return next((name for name, own in self._buffers_now() if own is x), None)
+
     def is_weight(self, x: Any) -> bool:
         """Whether ``x`` is a spread weight, or a view or a copy of one: this rank's whole, its part, or what stands
         for it."""

@@ -167,6 +167,9 @@ def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
     owner.meet(f"called `{name}` on the weight {of!r} between two steps")
     here = _values_here(x) if owner.sources[of] == owner.axis.rank else None
     values = send_to_all(here, kind_of(x), owner.sources[of], owner.axis, "weights")
+    if owner.axis.dry and owner.sources[of] != owner.axis.rank:
+        known = owner.buffers_alone.value(x)
+        values = values if known is None else known.clone()
     return _laid_as(x, values.to(x.device, copy=here is not None))
 
 

@@ -38,6 +38,7 @@ def write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     kwargs = {key: given(value, *there) for key, value in kwargs.items()}
     if not is_elsewhere(written):
         return as_it_is(func, args, kwargs)
+    owner.buffers_alone.write(func, written, args, kwargs)
     if name == "__setitem__":
         return None
     if "out" in kwargs and not any(map(is_elsewhere, tensors_in((args, {**kwargs, "out": None})))):

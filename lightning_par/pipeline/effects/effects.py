@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.batch_broadcast import broadcast_batch, pack, refusal
+from lightning_par.mesh.batch_broadcast import Packed, broadcast_batch, pack, refusal
 from lightning_par.mesh.known_objects import Known
+from lightning_par.pipeline.effects.alone import WithoutValues, sent_alone
 from lightning_par.pipeline.effects.console import Said, SayingCall, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
@@ -29,7 +30,6 @@ from lightning_par.private.metrics import with_latest
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
-from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.effects.watched_run import Watch
@@ -84,7 +84,7 @@ class Effects:
     def travel(
         self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
         made: Made = _NOTHING, module: nn.Module | ModuleTree | None = None, present: Callable[[], Made] = dict,
-        within: ByPlace = _NOTHING, form: Any = None,
+        within: ByPlace = _NOTHING, absent: Effects | None = None,
     ) -> Effects:  # fmt: skip
         """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
 
@@ -97,33 +97,42 @@ class Effects:
             module: what it is made of does not travel, either; its `ModuleTree`, where it is asked often.
             present: what this rank has where another has made something: it had made that before.
             within: what all ranks made within units when the step was recorded.
-            form: what the step returned then. In a dry run of another rank than the source it is zeros of that form
-                that arrive, and nothing that the step logged or stored.
+            absent: what this rank did itself in that run. In a dry run of another rank than the source these arrive,
+                with no values.
 
         Raises:
             TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
             Exception: what the step raised, on every rank.
         """
 
-        if axis.dry:
-            return self._accepted(self._travel_alone(axis, source, form))
-
         def named(made: Made) -> dict[str, Any]:
             return {place_of_made(*key): x for key, x in made.items()}
 
         known = Known(self.names, {**objects, **flat(within), **named(made)}, module, lambda: named(present()))
+        if axis.dry:
+            here = self if axis.rank == source or absent is None else absent
+            known = WithoutValues(known, here.names)
+            if not here.refused and here.raised is None:
+                here._packed(device, known, made, within)
+            return self._accepted(sent_alone(here, axis, source, known))
         sent, packed = replace(self, names={}, kept=[]), None
         if axis.rank == source and not self.refused and self.raised is None:
-            packed = pack(sent, device, True, known)
-            if isinstance(packed.header, str):
-                packed = None
-                for place, value in self._left_behind(device, known, made, within):
-                    known.add(place, value)
-                self.refused.extend(sent._unsendable(device, known))
+            packed = self._packed(device, known, made, within)
         sent = Effects(refused=self.refused) if self.refused else sent
         sent = Effects(raised=packed_error(self.raised)) if isinstance(self.raised, Exception) else sent
         arrived: Effects = broadcast_batch(sent, axis, device, source, True, "effects", known, packed)
         return self._accepted(arrived)
+
+    def _packed(self, device: torch.device, known: Known, made: Made, within: ByPlace) -> Packed | None:
+        """As it is sent; None where something of it can't be, which is `refused`, or stays, as all have made theirs."""
+        sent = replace(self, names={}, kept=[])
+        packed = pack(sent, device, True, known)
+        if not isinstance(packed.header, str):
+            return packed
+        for place, value in self._left_behind(device, known, made, within):
+            known.add(place, value)
+        self.refused.extend(sent._unsendable(device, known))
+        return None
 
     def _accepted(self, arrived: Effects) -> Effects:
         """What has ``arrived``; raises what the step did that can't be told, or what it raised itself."""
@@ -134,15 +143,6 @@ class Effects:
         if isinstance(arrived.raised, bytes):
             raise pickle.loads(arrived.raised)
         return arrived
-
-    def _travel_alone(self, axis: Axis, source: int, form: Any) -> Effects:
-        """See `travel`, where no other rank is there."""
-        here = self if axis.rank == source else Effects(result=map_tensors(_zeros, form))
-        axis.broadcast_object(None, "effects", source)
-        told = map_tensors(torch.Tensor.detach, replace(here, names={}, kept=[]))
-        for x in tensors_in(told):
-            axis.broadcast_(x, "effects", source)
-        return told
 
     def _left_behind(self, device: torch.device, known: Known, made: Made, within: ByPlace) -> list[tuple[str, Any]]:
         """What can't travel and has nothing of the model's values in it: each rank has made it for itself."""
@@ -178,10 +178,6 @@ class Effects:
         for said in self.said:
             yield "What the step gives to a logger", said
         yield "What the step returns", self.result
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
 
 
 def packed_error(error: Exception) -> bytes:

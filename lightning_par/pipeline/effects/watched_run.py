@@ -52,6 +52,7 @@ class Watch(WatchedState):
         super().__init__(lightning_module, modules)
         self.around = around
         self.made: dict[tuple[str, Any], Any] = {}  # what this rank's last run that was asked to `keep` stored anew
+        self.absent: Effects | None = None  # in a dry run what that run did, of which no other rank can tell
         self._stand_ins = MetricStandIns()
         self._spares_of_batch = Spares()
 
@@ -60,20 +61,23 @@ class Watch(WatchedState):
         self._spares_of_batch.forget()
 
     @contextlib.contextmanager
-    def undone(self, batch: Any = None, keep: bool = False, hear: Recorder | None = None) -> Iterator[None]:
+    def undone(
+        self, batch: Any = None, keep: bool = False, hear: Recorder | None = None, absent: Effects | None = None
+    ) -> Iterator[None]:
         """Whatever the run inside does to the state is undone; its logs, prints and metric updates do nothing.
 
         Args:
             batch: what the step is given.
             keep: whether `made` gets what the run stored.
             hear: what the run logs and says goes there, if it is given.
+            absent: gets what the run changed, too, if it is given.
 
         Raises:
             RuntimeError: the run changed something in place that is too large to be copied.
         """
         state = self.snapshot()
         module = self.lightning_module
-        with self._lent(state, batch, keep=keep) as refused:
+        with self._lent(state, batch, absent, keep=keep) as refused:
             with (
                 silent(module) if hear is None else recorded(module, hear),
                 calling(state.metrics, self.around, self._stand_ins.call),

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_par.pipeline.effects.alone import AbsentRecorder
+from lightning_par.pipeline.effects.effects import Effects
+from lightning_par.pipeline.effects.logged_outputs import Recorder
 from lightning_par.pipeline.effects.unit_reach import is_within
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
@@ -94,9 +97,13 @@ class Matching:
         self.watch.take_in(program.outer)
         joins = program.plain_effects and program.microbatches > 1 and step.grad
         said = LoggedValues(run.tape) if joins else None
+        hear: Recorder | None = run.tape if said is None else said
+        absent = self.watch.absent = Effects() if self.hooks.axis.dry else None
+        if absent is not None:
+            hear = AbsentRecorder(self.module, absent, lambda: self.watch.snapshot().names, hear)
         with (
             self._apart(step, program),
-            self.watch.undone(step.batch, keep=True, hear=run.tape if said is None else said),
+            self.watch.undone(step.batch, True, hear, absent),
             torch.set_grad_enabled(step.grad),
             step.context(),
         ):
@@ -104,6 +111,8 @@ class Matching:
                 result = run.followed(call_step(self.module, step))
             if step.grad:
                 run.see_loss(result)
+            if absent is not None:
+                absent.result = result
             if run.tape is not None:
                 run.tape.end(result)
             self._see_what_is_set(program, deciding)

@@ -267,9 +267,8 @@ class Engine:
         source, known = ready.program.last_rank, watch.objects(batch)
         present = partial(watch.present, batch)
         within = self.inner_state.made
-        form = ready.program.result
         return effects.travel(
-            self.axis, source, self.device, known, watch.made, self.programs.tree, present, within, form
+            self.axis, source, self.device, known, watch.made, self.programs.tree, present, within, watch.absent
         )
 
     def _store(self, ready: Prepared, effects: Effects) -> None:

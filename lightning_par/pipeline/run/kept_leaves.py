@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
+from lightning_par.pipeline.between_steps.remote_weight import WeightView
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.run.tied_gradients import sum_over_holders
@@ -71,7 +72,8 @@ class KeptLeaves:
         # copies of a stage's weights are others' elsewhere: all ranks have to meet for them
         kinds = frozenset((name, tuple(x.shape), x.dtype) for name, x in there.items()) | self._elsewhere
         if kinds not in self._agreed:
-            self._agreed[kinds] = self._on_all(kinds)
+            copies = {name for name, x in there.items() if isinstance(x, WeightView)}
+            self._agreed[kinds] = self._on_all(kinds) - (copies if self._axis.dry else set())  # else others tell so
         self._step = {name: x for name, x in there.items() if name in self._agreed[kinds]}
         return self._step
 
