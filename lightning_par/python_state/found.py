@@ -16,7 +16,7 @@ ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtyp
                     range, type(...), type(NotImplemented), types.ModuleType, np.dtype, types.GetSetDescriptorType,
                     types.MemberDescriptorType))  # fmt: skip
 """Kinds of objects that can't change, and hold nothing."""
-LOOKED_AT = 1000  # items of one container whose insides are watched
+LOOKED_AT = 1000  # items of one container that are looked into like all else; see `Found.many`
 
 
 @dataclass
@@ -30,10 +30,15 @@ class HeldTensor:
 
 @dataclass
 class Found:
-    """An object that was met, and in which cell."""
+    """An object that was met, and in which cell.
+
+    One of ``many`` is beyond the first of a long container, or within one that is. Of it is looked at what containers
+    and attributes hold: that something is put in the place of a tensor or an array is seen there, and no more.
+    """
 
     name: str
     value: Any
     cell: Cell | None = None
     key: Any = None
     fixed: str | None = None
+    many: bool = False

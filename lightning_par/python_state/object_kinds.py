@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.python_state.cells.mappings import MappingCell
 from lightning_par.python_state.cells.names import AttributesCell, ContextCell, SlotsCell
@@ -33,6 +33,15 @@ def look_into(reach: Reach, found: Found) -> None:
     """Keep a cell of what was ``found``, if it can change, and look at all that it holds."""
     look = next((f for kind, f in _BY_KIND if isinstance(found.value, kind)), _look_into_other)
     look(reach, found)
+
+
+def may_change(value: Any) -> bool:
+    """Whether ``value``, one of many, holds more than tensors and arrays and what can't change."""
+    if type(value) in ATOMS or isinstance(value, Tensor):
+        return False
+    if isinstance(value, tuple):
+        return any(map(may_change, value))
+    return isinstance(value, (dict, list, deque, set)) or has_attributes(value)
 
 
 def _hidden_module(reach: Reach, found: Found) -> None:
@@ -95,7 +104,7 @@ def _set(reach: Reach, found: Found) -> None:
     name = reach.name(found.name, found.value)
     if isinstance(found.value, set):
         reach.keep(found, SetCell(name, found.value, found.fixed), insides=False)
-    for n, x in enumerate(found.value):
+    for n, x in enumerate(() if found.many else found.value):
         reach.wait(f"{name}[{n}]", x, None, None, _UNORDERED)
     _attributes(reach, found, name)
 

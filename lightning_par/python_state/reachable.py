@@ -24,13 +24,13 @@ from lightning_par.python_state.cells.sequences import SetCell, TupleCell
 from lightning_par.python_state.code_names import functions_in, names_of
 from lightning_par.python_state.contents import MethodCacheCell
 from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found, HeldTensor
+from lightning_par.python_state.long_containers import LongContainers
 from lightning_par.python_state.method_caches import caches_of
-from lightning_par.python_state.object_kinds import look_into
+from lightning_par.python_state.object_kinds import look_into, may_change
 from lightning_par.python_state.user_code import is_called_by_libraries, is_users_code
 
 SMALL = 1 << 16  # elements of a tensor that is copied without a thought
 _ITEMS = 64  # of one container whose tensors get a spare
-_MOST = 50_000  # objects in all
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _SPOKEN = frozenset("log log_dict print".split())  # a run of a step puts others there
 _STEPS = frozenset("training_step validation_step test_step predict_step forward on_before_batch_transfer "
@@ -59,6 +59,7 @@ class Reach:
         metrics: metrics and collections of them, by name.
         tensors: plain tensors, by id.
         met: all tensors.
+        long: containers with many items.
         names: of every object that was met, by id.
         objects: the same objects, by name.
         classes: the user's, where their code was not looked at.
@@ -91,7 +92,9 @@ class Reach:
         self.items_given: list[tuple[str, Tensor, int]] = []  # copies of tensors that iterators will give again
         self.holders: dict[int, TupleCell | IteratorCell] = {}
         self._waiting: deque[Found] = deque()
+        self.long = LongContainers(_ANY_NAME)
         self._reached: set[str] = set(_STEPS)
+        self._said: set[str] = set()  # the same, but for what only code says that makes an object
         self._unreached: dict[str, list[Found]] = {}
         self._spaces: dict[int, NamesCell] = {}
         self._met: set[int] = set()  # ids of classes
@@ -124,6 +127,8 @@ class Reach:
             found = self._waiting.popleft()
             if type(found.value) not in ATOMS:
                 self._visit(found)
+            if not self._waiting:
+                self._waiting.extend(self.long.named_by(self._said))
 
     def _visit(self, found: Found) -> None:
         value, key = found.value, id(found.value)
@@ -133,7 +138,7 @@ class Reach:
         holder = self.holders.get(key)
         if holder is not None and found.cell is not None:
             holder.holders.append((found.cell, found.key))
-        if key in self.names or len(self.names) > _MOST:
+        if key in self.names or self.long.is_beyond(found, len(self.names)):
             return
         if key in self.apart:
             self.name(self.apart[key], value)
@@ -155,20 +160,25 @@ class Reach:
             return
         self.cells[cell.name] = cell
         if insides:
-            self.inside(cell, found.fixed)
+            self.inside(cell, found.fixed, many=found.many)
 
-    def inside(self, cell: Cell, fixed: str | None = None, buffers: bool = False) -> None:
+    def inside(self, cell: Cell, fixed: str | None = None, buffers: bool = False, many: bool = False) -> None:
         items = [(key, x) for key, x in cell.items() if type(x) not in ATOMS]
         if all(type(key) is str for key, _ in items):  # names that are equal on all ranks, whatever came first
             items.sort(key=operator.itemgetter(0))
         if buffers:
             self._buffers.add(id(cell))
+        if many:
+            self._waiting.extend(Found(cell.place(key), x, cell, key, fixed, many) for key, x in items if may_change(x))
+            return
         lends = self.lends_in(cell, len(items))
         if lends is False:
             for key, x in items:
                 if type(x) is Tensor:
                     self.tensor(Found(cell.place(key), x, cell, key), lends)
-            items = [(key, x) for key, x in items if type(x) is not Tensor][:LOOKED_AT]
+            items = [(key, x) for key, x in items if type(x) is not Tensor]
+            self.long.keep(cell, items[LOOKED_AT:], fixed)
+            del items[LOOKED_AT:]
         for key, x in items:
             if lends and type(x) is Tensor:
                 self.tensor(Found(cell.place(key), x, cell, key), lends)
@@ -287,6 +297,7 @@ class Reach:
                 self._space(vars(module), named)
                 inner = (vars(module)[n] for n in named)
                 modules += [m for m in inner if isinstance(m, types.ModuleType) and m not in modules]
+        self._said.update(names.words if function.__name__ != "__init__" else ())
         self._reach(names.words - self._reached)
 
     def _space(self, space: dict[str, Any], names: Collection[str]) -> NamesCell:

@@ -192,9 +192,8 @@ class Snapshot(Reach):
 
     def changes(self) -> dict[str, Change]:
         """What a run has changed since, by the name of the object."""
-        if self._still.is_so(self.cells):
-            return {}
-        found = ((name, cell.change()) for name, cell in self.cells.items())
+        touched = {id(cell) for cell in self._still.touched(self.cells)}
+        found = ((name, cell.change()) for name, cell in self.cells.items() if id(cell) in touched)
         return {name: change for name, change in found if change is not None}
 
     def left(self) -> dict[str, Change]:
@@ -204,10 +203,7 @@ class Snapshot(Reach):
 
     def moves(self) -> set[tuple[str, Any, int]]:
         """What is other than before, as a run goes on: empty where nothing is, equal where nothing more has changed."""
-        moved = self._still.moved(self.cells)
-        if moved is None:
-            moved = [cell for cell in self.cells.values() if cell.lent or cell.versions or cell.moved()]
-        return set().union(*map(self._moves_of, moved))
+        return set().union(*map(self._moves_of, self._still.moved(self.cells)))
 
     def _moves_of(self, cell: Cell) -> set[tuple[str, Any, int]]:
         held = None if cell.lent or cell.versions else cell.counted()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.trainer_state import look_at_trainer
@@ -52,6 +54,7 @@ class WatchedState:
         self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step itself changes
         self._holders = HookHolders(lightning_module)
         self._watched: tuple[Snapshot | None, int, dict[int, str]] = None, 0, {}  # see `watched`
+        self._told_of_many = False
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     def snapshot(self) -> Snapshot:
@@ -211,7 +214,21 @@ class WatchedState:
             look_at_trainer(snapshot, trainer, self.packages)
         if hooks:
             snapshot.cells[HooksCell.NAME] = HooksCell(self._holders)
+        self._tell_of(snapshot.long.beyond)
         return snapshot
+
+    def _tell_of(self, beyond: str | None) -> None:
+        """Objects are too many to be looked at, from the one at ``beyond`` on."""
+        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if beyond is not None and not self._told_of_many and is_first:
+            warnings.warn(
+                f"What the step reaches holds too many objects to look at: {beyond} and others are left out. A "
+                "pipeline runs a step several times and undoes what all runs but one have changed, which it can't do "
+                "there. If the step changes them, keep what changes in a tensor or an array of the module's own, or "
+                "change it in on_train_batch_end.",
+                stacklevel=2,
+            )
+        self._told_of_many = beyond is not None or self._told_of_many
 
     def _within(self, path: str) -> list[tuple[str, nn.Module]]:
         return users_within(self.lightning_module.get_submodule(path), path, self.packages)

@@ -108,7 +108,7 @@ class UnitObjects:
 
     def moved(self) -> bool:
         """Whether anything is other than when `now` was asked last."""
-        self._moved: list[Cell] = self._still.moved(self.cells) or []
+        self._moved: list[Cell] = self._still.moved(self.cells)
         return bool(self._moved) or not self._has_kinds()
 
     def _has_kinds(self) -> bool:

@@ -135,7 +135,7 @@ class Attributes:
 
     def _began_with(self) -> list[tuple[Cell, Any]]:
         known = self._began or {}
-        moved = self._still.moved(self._cells) or []
+        moved = self._still.moved(self._cells)
         return [*known.values(), *((cell, cell.before) for cell in moved if id(cell) not in known)]
 
     def settle(self) -> None:
@@ -152,7 +152,6 @@ class Attributes:
     def _renewed(self) -> dict[str, Any]:
         """What was set since the last look, by place; None where something is gone."""
         moved = self._still.moved(self._cells)
-        assert moved is not None  # nothing is lent here
         if not moved:
             return {}
         before = self._values

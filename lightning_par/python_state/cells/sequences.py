@@ -75,7 +75,8 @@ class SequenceCell(Cell):
 
     def keep(self, key: int, value: Any, instead: Sequence[Any]) -> None:
         if key < len(self.owner) and is_among(self.owner[key], instead):
-            self.before[key] = self.owner[key] = value
+            self.owner[key] = value
+            self.before = [*self.before[:key], value, *self.before[key + 1 :]]
 
     def apply(self, change: SequenceChange) -> None:
         for index, value in change.inplace.items():
