@@ -18,6 +18,7 @@ from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups
 from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.optim.value_places import StagePlaces
+from lightning_par.pipeline.between_steps.late_writes import LateWrites
 from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
@@ -70,6 +71,7 @@ class StagesPart(Part):
         self._held: HeldModules | None = None
         self._outside: Outside | None = None
         self._unverified = False
+        self._late: LateWrites | None = None  # into weights, behind the step that has run
         self._by_unit: set[str] = set()  # steps of which the last one went by values
 
     # --------------------------------------------------------------------------------------------------- around a run
@@ -159,7 +161,9 @@ class StagesPart(Part):
             agree_on_buffers(self._module, self.groups.pipeline)
 
     def let_go(self) -> None:
-        self.engine = None  # what it watches may hold weights, as the weak references of an LSTM of one's own
+        self.engine = self._late = (
+            None  # what it watches may hold weights, as the weak references of an LSTM of one's own
+        )
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         if self._module is not None:
@@ -192,6 +196,8 @@ class StagesPart(Part):
             self._outside.end_backward()
 
     def _begin_backward(self) -> None:
+        if self._late is not None:
+            self._late.refuse()
         if self._outside is not None:
             self._outside.begin_backward()
 
@@ -222,7 +228,9 @@ class StagesPart(Part):
             self._verify(engine, step, named, key)
             self._unverified = engine.skips  # then there was nothing to compare
         with held_refused(loggers_of(module)):
-            return engine.train(step, self.spread.microbatches, named, scale, key, ahead)
+            result = engine.train(step, self.spread.microbatches, named, scale, key, ahead)
+        self._late = LateWrites(module, held) if self.storage is None else None
+        return result
 
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
         """Run a step without a backward; see `Engine.evaluate`. All ranks must call it.

@@ -25,12 +25,13 @@ def spent_gradients(module: Any, optimizers: list[Optimizer]) -> list[Tensor]:
     if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
         return []
     watchers = [(module, "optimizer_zero_grad"), *((x, "on_before_zero_grad") for x in (module, *trainer.callbacks))]
-    if any(not _is_lightnings(getattr(owner, name)) for owner, name in watchers):
+    if any(not is_lightnings(getattr(owner, name)) for owner, name in watchers):
         return []
     groups = [group for one in map(who_zeroes, optimizers) if one is not None for group in one.param_groups]
     return [*chain.from_iterable(group["params"] for group in groups)]
 
 
-def _is_lightnings(method: Any) -> bool:
+def is_lightnings(method: Any) -> bool:
+    """Whether a hook does nothing but what Lightning does."""
     package, _, rest = getattr(method, "__module__", "").partition(".")
     return package in ("lightning", "pytorch_lightning") and rest.endswith(("core.module", "core.hooks", ".callback"))
