@@ -89,6 +89,10 @@ class WeightReads:
         """Whether ``x`` is a weight, or another object of the same entries."""
         return self._weight_of(x)[0] is not None
 
+    def is_of_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` has the memory of a weight, or a part of that."""
+        return _memory(x) in self._by_memory()
+
     def forget(self) -> None:
         """To be called where a step begins: what parameters hold of each other's parts goes."""
         for x in self._weights:
@@ -123,14 +127,17 @@ class WeightReads:
 
     # -------------------------------------------------------------------------------------------------------- who asks
 
-    def _weight_of(self, x: Tensor) -> tuple[str | None, Any]:
-        """The name of the weight that ``x`` is, or of which it is another object, and the weight; else a twin of it."""
-        steps, weights = self._known
-        if steps != self.standing.steps:
+    def _by_memory(self) -> dict[int, tuple[str, Tensor]]:
+        """The weights in parts, and elsewhere, with their names."""
+        if self._known[0] != self.standing.steps:
             laid_out: list[tuple[str, Tensor]]
             laid_out = [(name, y) for name, y in _tensors(self._module) if isinstance(y, ShardedTensor | Elsewhere)]
-            self._known = steps, weights = self.standing.steps, {_memory(y): (name, y) for name, y in laid_out}
-        name, weight = weights.get(_memory(x), (None, x))
+            self._known = self.standing.steps, {_memory(y): (name, y) for name, y in laid_out}
+        return self._known[1]
+
+    def _weight_of(self, x: Tensor) -> tuple[str | None, Any]:
+        """The name of the weight that ``x`` is, or of which it is another object, and the weight; else a twin of it."""
+        name, weight = self._by_memory().get(_memory(x), (None, x))
         if name is not None and _is_same(x, weight):
             return name, weight
         return None, x.twin() if isinstance(x, ShardedTensor) else x

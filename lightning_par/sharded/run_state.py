@@ -115,6 +115,10 @@ class RunState:
         """Whether ``x`` is a weight, or another object of its memory and shape, that can be brought between steps."""
         return self.reads is not None and self.reads.knows(x)
 
+    def is_of_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` has the memory of a weight in parts, or a part of that."""
+        return self.reads is not None and self.reads.is_of_weight(x)
+
     def gathered(
         self, part: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str, to_cpu: bool = False
     ) -> Tensor:

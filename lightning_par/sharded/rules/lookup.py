@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lightning_par.mesh import collectives
@@ -16,7 +17,7 @@ from lightning_par.private.tensors import set_data, view_base
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
-from lightning_par.sharded.functions import MEMORY_KINDS, METADATA
+from lightning_par.sharded.functions import ARRAYS, MEMORY_KINDS, METADATA
 from lightning_par.sharded.functions import writes as writes
 from lightning_par.sharded.local_calls import form, repeated_calls
 from lightning_par.sharded.packed_parameters import has_own_functions
@@ -62,7 +63,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _rules[func]
     if found is _metadata or found is _data or found is _set_data:
         return found(func, *args, **kwargs)
-    call = repeated_calls.call_of(func, args, kwargs)
+    call = None if found is _array else repeated_calls.call_of(func, args, kwargs)
     if call is not None:  # nothing of what follows looks at it
         result = call.run(func, args, kwargs, on_parts)
         if result is NotImplemented:
@@ -76,9 +77,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         aliases.count_write(args)
         RunState.current.wrote()
     names = RunState.current.names
-    if names.on:
-        return _named(names, func, args, kwargs)
-    return _shared(func, args, kwargs)
+    result = _named(names, func, args, kwargs) if names.on else _shared(func, args, kwargs)
+    return _read_only(result, args) if found is _array else result
 
 
 def _named(names: TensorNames, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,6 +220,18 @@ def _set_data(func: Any, x: ShardedTensor, value: Tensor) -> None:
 @rule(*raw_memory.ASKS)
 def _memory(func: Any, x: ShardedTensor) -> Any:
     return raw_memory.memory_asked_for(func, x)
+
+
+@rule(*ARRAYS)
+def _array(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
+
+
+def _read_only(array: Any, args: tuple[Any, ...]) -> Any:
+    """An ``array`` of a weight that is in parts: what is written into the copy would be lost, and nobody sees it."""
+    if isinstance(array, np.ndarray) and isinstance(args[0], Tensor) and RunState.current.is_of_weight(args[0]):
+        array.flags.writeable = False
+    return array
 
 
 @rule("is_same_size")
