@@ -99,11 +99,27 @@ class LockedCell(Cell):
     def lock(self) -> None:
         self.owner.flags.writeable = False
 
+    def locked(self) -> list[str]:
+        """The names of the arrays."""
+        return [self.name]
+
     def change(self) -> None:
         return None
 
     def restore(self) -> None:
-        self.owner.flags.writeable = True
+        unlock(self.owner)
+
+
+def unlock(array: np.ndarray[Any, Any]) -> None:
+    """Let an array be written again, and first the one of which it is a view."""
+    if isinstance(array.base, np.ndarray) and not array.base.flags.writeable:
+        unlock(array.base)
+    array.flags.writeable = True
+
+
+def is_value(value: Any) -> bool:
+    """Whether the content of an object is one value, which may change."""
+    return any(isinstance(value, kind) for kind, _, _ in _KINDS)
 
 
 def cell_of_value(name: str, value: Any, fixed: str | None = None) -> Cell | None:

@@ -32,8 +32,8 @@ class HeldTensor:
 class Found:
     """An object that was met, and in which cell.
 
-    One of ``many`` is beyond the first of a long container, or within one that is. Of it is looked at what containers
-    and attributes hold: that something is put in the place of a tensor or an array is seen there, and no more.
+    One of ``many`` is beyond the first of a long container, or within one that is. Tensors and arrays of these are not
+    copied for every run, which may read them alone.
     """
 
     name: str

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.iterators import IteratorCell
-from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found
+from lightning_par.python_state.found import ATOMS, Found
 from lightning_par.python_state.iterators import Replay, copied_by
 from lightning_par.python_state.tensor_writes import version_of
 from lightning_par.python_state.user_code import is_library
@@ -82,7 +82,7 @@ def _within_iterator(value: Any) -> list[Any]:
                 waiting += gc.get_referents(one)
         elif type(one) is tuple and any(hasattr(type(x), "__next__") for x in one):  # of what it takes from
             waiting += one
-        elif type(one) in (list, tuple, deque) and len(one) <= LOOKED_AT:
+        elif type(one) in (list, tuple, deque):
             found += one
     return found
 

@@ -6,6 +6,8 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 
+_MOST = 8  # names in a message
+
 
 @contextlib.contextmanager
 def reading(locked: list[str]) -> Iterator[None]:
@@ -25,7 +27,8 @@ def reading(locked: list[str]) -> Iterator[None]:
 
 def too_large(places: list[str]) -> str:
     """What the user is told of state that is not copied."""
+    more = f" and {len(places) - _MOST} more" if len(places) > _MOST else ""
     return (
         f"The step changes a tensor or array in place that is too large to be copied for every run: "
-        f"{', '.join(places)}. Register it as a buffer, or assign a new one."
+        f"{', '.join(places[:_MOST])}{more}. Register it as a buffer, or assign a new one."
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_par.python_state.cells.mappings import MappingCell
 from lightning_par.python_state.cells.names import AttributesCell, ContextCell, SlotsCell
 from lightning_par.python_state.cells.sequences import SequenceCell, SetCell, TupleCell
-from lightning_par.python_state.contents import CacheCell, cell_of_value
+from lightning_par.python_state.contents import CacheCell, cell_of_value, is_value
 from lightning_par.python_state.found import ATOMS, Found
 from lightning_par.python_state.iterator_insides import is_iterator, look_into_iterator
 from lightning_par.python_state.user_code import has_attributes, slots_of
@@ -36,12 +36,14 @@ def look_into(reach: Reach, found: Found) -> None:
 
 
 def may_change(value: Any) -> bool:
-    """Whether ``value``, one of many, holds more than tensors and arrays and what can't change."""
-    if type(value) in ATOMS or isinstance(value, Tensor):
+    """Whether ``value``, one of many, is or holds something that can change."""
+    if type(value) in ATOMS:
         return False
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, frozenset)):
         return any(map(may_change, value))
-    return isinstance(value, (dict, list, deque, set)) or has_attributes(value)
+    if isinstance(value, Tensor):
+        return type(value) is Tensor
+    return isinstance(value, _CHANGING) or is_value(value) or is_iterator(value) or has_attributes(value)
 
 
 def _hidden_module(reach: Reach, found: Found) -> None:
@@ -104,8 +106,9 @@ def _set(reach: Reach, found: Found) -> None:
     name = reach.name(found.name, found.value)
     if isinstance(found.value, set):
         reach.keep(found, SetCell(name, found.value, found.fixed), insides=False)
-    for n, x in enumerate(() if found.many else found.value):
-        reach.wait(f"{name}[{n}]", x, None, None, _UNORDERED)
+    for n, x in enumerate(found.value):
+        if not found.many or may_change(x):
+            reach.wait(f"{name}[{n}]", x, None, None, _UNORDERED, found.many)
     _attributes(reach, found, name)
 
 
@@ -167,6 +170,7 @@ _BY_KIND: tuple[tuple[Any, Callable[[Any, Found], None]], ...] = (
     (weakref.ref, _reference),
     (dict, _mapping),
     ((list, deque), _sequence),
-    ((set, frozenset), _set),
+    ((set, frozenset), _set),  # these two may hold nothing that can change
     (tuple, _tuple),
 )
+_CHANGING = (set, *(kind for kind, _ in _BY_KIND[:-2]))

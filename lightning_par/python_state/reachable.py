@@ -118,9 +118,12 @@ class Reach:
             self.wait(f"hook {n} of all modules", hook)
         self._walk()
 
-    def wait(self, name: str, value: Any, cell: Cell | None = None, key: Any = None, fixed: str | None = None) -> None:
+    def wait(
+        self, name: str, value: Any, cell: Cell | None = None, key: Any = None, fixed: str | None = None,
+        many: bool = False,
+    ) -> None:  # fmt: skip
         """Look into ``value`` later, after what was met before it."""
-        self._waiting.append(Found(name, value, cell, key, fixed))
+        self._waiting.append(Found(name, value, cell, key, fixed, many))
 
     def _walk(self) -> None:
         while self._waiting:
@@ -132,6 +135,8 @@ class Reach:
 
     def _visit(self, found: Found) -> None:
         value, key = found.value, id(found.value)
+        if found.many and self.long.takes(self, found):
+            return
         if isinstance(value, Tensor):
             self.tensor(found)
             return

@@ -276,7 +276,7 @@ class Snapshot(Reach):
 
     def locked(self) -> list[str]:
         """The names of arrays that a run may only read."""
-        return [cell.name for cell in self._of(LockedCell)]
+        return [name for cell in self._of(LockedCell) for name in cell.locked()]
 
     def _of(self, kind: type[_Kind]) -> list[_Kind]:
         """The cells of one kind: most have none, and are asked in every step."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from lightning_par.python_state import long_containers
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.spare_tensors import Spares
 
 MANY = 1500
 
@@ -54,6 +57,56 @@ def test_what_items_hold_is_put_back() -> None:
     snapshot.restore()
     assert holds.named[MANY - 1] == ({"a": [MANY - 1]}, {MANY - 1})
     assert thing.count == 0 and thing.tensor is tensor
+
+
+def test_tensors_that_items_hold_are_read_alone() -> None:
+    holds = Holds()
+    tensors = [torch.zeros(1) for _ in range(MANY)]
+    holds.named = [{"x": x} for x in tensors]
+    holds.first = tensors[MANY - 1]  # nothing stands in for it, since it is among the others, too
+    snapshot = _snapshot(holds)
+    snapshot.lend(Spares())
+    assert holds.first is tensors[MANY - 1]
+    assert snapshot.restore() == []
+    holds.named[MANY - 2]["x"].add_(1)
+    holds.first.add_(1)
+    assert len(snapshot.moves()) == 2
+    assert snapshot.restore() == ["self.first", f"self.named[{MANY - 2}]['x']"]
+    snapshot.lend(Spares())
+    assert snapshot.restore() == []
+
+
+def test_few_arrays_that_items_hold_are_put_back() -> None:
+    holds = Holds()
+    holds.named = [{"x": np.zeros(3)} for _ in range(MANY)]
+    snapshot = _snapshot(holds)
+    snapshot.lend(Spares())
+    holds.named[MANY - 1]["x"][0] = 1
+    assert list(snapshot.changes()) == [f"self.named[{MANY - 1}]['x']"] and not snapshot.locked()
+    snapshot.restore()
+    assert not holds.named[MANY - 1]["x"].any()
+
+
+def test_many_arrays_that_items_hold_are_read_alone() -> None:
+    holds, whole = Holds(), np.zeros((MANY, 1000))
+    holds.named = [{"x": row} for row in whole]
+    views: Any = whole[:1000]
+    vars(holds).update(before=views, whole=whole)  # large, too, and a view of what is locked behind it
+    snapshot = _snapshot(holds)
+    for _ in range(2):
+        snapshot.lend(Spares())
+        with pytest.raises(ValueError, match="read-only"):
+            holds.named[MANY - 1]["x"][0] = 1
+        assert f"self.named[{MANY - 1}]['x']" in snapshot.locked()
+        snapshot.restore()
+        holds.named[MANY - 1]["x"][0] = views[0][0] = 1
+
+
+@pytest.mark.parametrize("make", [lambda: bytearray(1), lambda: np.random.default_rng(0), lambda: iter([1, 2])])
+def test_items_of_other_kinds_are_watched(make: Any) -> None:
+    holds = Holds()
+    holds.named = [make() for _ in range(MANY)]
+    assert f"self.named[{MANY - 1}]" in _snapshot(holds).cells
 
 
 def test_the_first_that_is_left_out_is_told(monkeypatch: Any) -> None:
