@@ -29,7 +29,7 @@ _OTHERS = (
     "pytorch_lightning.",
     "numpy.",
 )  # packages: a trial sees stand-ins, or nothing decides
-_MOST = 1_000  # things that are looked at
+_MOST = 50_000  # things that are looked at
 
 
 def modes_around() -> tuple[Any, ...]:
@@ -82,7 +82,10 @@ def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _content(value: Any) -> Iterator[Any]:
-    """The plain values in ``value`` and in the objects that it holds, in an order that is the same each time."""
+    """The plain values in ``value`` and in the objects that it holds, in an order that is the same each time.
+
+    Where these are too many to be looked at, something that equals nothing: what is told is another thing each time.
+    """
     waiting, seen = [value], set[int]()
     while waiting and len(seen) < _MOST:
         x = waiting.pop()
@@ -93,6 +96,8 @@ def _content(value: Any) -> Iterator[Any]:
         elif id(x) not in seen and not isinstance(x, _OPAQUE):
             seen.add(id(x))
             waiting += reversed(_parts(x))
+    if waiting:
+        yield object()
 
 
 def _parts(x: Any) -> list[Any]:
