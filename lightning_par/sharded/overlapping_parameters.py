@@ -6,6 +6,7 @@ parts of them would go their own ways, so such a parameter stays whole.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,17 +17,20 @@ from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
 from lightning_par.private.storage import memory_of
+from lightning_par.python_state.found import ATOMS
+from lightning_par.python_state.user_code import has_attributes, slots_of
 from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.sharded.tensor import ShardedTensor
 
-_DEPTH = 3  # of lists and dicts within each other that are looked at
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_MOST = 100_000  # containers and objects that are looked into
 
 
 def overlapping(module: nn.Module, holders: Iterable[Any] = ()) -> dict[str, str]:
     """What each parameter that lies in memory of others, too, shares it with, by its first name.
 
     Args:
-        module: its parameters, buffers, and the tensors that are attributes of its modules are looked at.
+        module: its parameters, buffers, and the tensors that its modules' attributes lead to are looked at.
         holders: other objects whose attributes are, as callbacks.
 
     Example::
@@ -70,21 +74,34 @@ def _run(x: Tensor) -> tuple[Any, int, int]:
 
 
 def _attributes(module: nn.Module, holders: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    waiting: deque[tuple[str, Any]] = deque()
     for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            if name not in (PARAMETERS, BUFFERS, MODULES):
-                yield from _held(f"{path}.{name}" if path else name, value, _DEPTH)
+        held = [(name, value) for name, value in vars(child).items() if name not in (PARAMETERS, BUFFERS, MODULES)]
+        waiting.extend((f"{path}.{name}" if path else name, value) for name, value in held)
     for holder in holders:
-        for name, value in getattr(holder, "__dict__", {}).items():
-            yield from _held(f"{type(holder).__name__}.{name}", value, _DEPTH)
+        held = [*getattr(holder, "__dict__", {}).items()]
+        waiting.extend((f"{type(holder).__name__}.{name}", value) for name, value in held)
+    return _held(waiting)
 
 
-def _held(name: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, list | tuple | set) and depth:
-        for item in value:
-            yield from _held(name, item, depth - 1)
-    elif isinstance(value, dict) and depth:
-        for key, item in value.items():
-            yield from _held(f"{name}[{key!r}]", item, depth - 1)
+def _held(waiting: deque[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in containers and in the attributes of plain objects, what is nearest first."""
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        name, value = waiting.popleft()
+        if isinstance(value, Tensor):
+            yield name, value
+        elif type(value) not in ATOMS and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(_inside(name, value))
+
+
+def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, _CONTAINERS):
+        return [(name, x) for x in value if type(x) not in ATOMS]
+    if isinstance(value, dict):
+        return [(f"{name}[{key!r}]", x) for key, x in value.items() if type(x) not in ATOMS]
+    if not has_attributes(value):
+        return []
+    slots = [(key, slot.__get__(value)) for key, slot in slots_of(type(value)).items() if hasattr(value, key)]
+    return [(f"{name}.{key}", x) for key, x in [*getattr(value, "__dict__", {}).items(), *slots]]
