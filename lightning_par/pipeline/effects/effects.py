@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -249,11 +249,12 @@ def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effe
         assert merged(runs, torch.cat).result.tolist() == [0.0, 1.0, 2.0]
     """
 
+    names = {key: name for x in effects for key, name in x.names.items()}
+
     def whole(name: str) -> Any:
-        return _joined([getattr(x, name) for x in effects], join)
+        return _joined([getattr(x, name) for x in effects], join, names)
 
     joined = {name: whole(name) for name in ("logs", "state", "places", "refused", "raised", "result")}
-    names = {key: name for x in effects for key, name in x.names.items()}
     return Effects(**joined, names=names, kept=[x.kept for x in effects], said=_said([x.said for x in effects], join))
 
 
@@ -263,21 +264,23 @@ def _said(parts: Sequence[list[Said]], join: Callable[[list[Any]], Any]) -> list
     return [next(calls) if isinstance(x, SayingCall) else x for x in max(parts, key=len)]
 
 
-def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+def _joined(values: list[Any], join: Callable[[list[Any]], Any], names: Collection[int] = ()) -> Any:
     last = values[-1]
+    if id(last) in names and all(x is last for x in values):  # it was there before, and travels by its name
+        return last
     if isinstance(last, Tensor):
         return join(values)
     if isinstance(last, dict):
-        return _filled(last, {key: _joined([value[key] for value in values], join) for key in last})
+        return _filled(last, {key: _joined([value[key] for value in values], join, names) for key in last})
     if isinstance(last, tuple) and hasattr(last, "_fields"):
-        return type(last)(*(_joined(list(items), join) for items in zip(*values, strict=True)))
+        return type(last)(*(_joined(list(items), join, names) for items in zip(*values, strict=True)))
     if isinstance(last, (list, tuple, deque)):
-        items = [_joined(list(items), join) for items in zip(*values, strict=True)]
+        items = [_joined(list(items), join, names) for items in zip(*values, strict=True)]
         return deque(items, last.maxlen) if isinstance(last, deque) else type(last)(items)
     if dataclasses.is_dataclass(last) and not isinstance(last, type):
         new = copy.copy(last)
         for part in dataclasses.fields(last):
-            value = _joined([getattr(value, part.name) for value in values], join)
+            value = _joined([getattr(value, part.name) for value in values], join, names)
             object.__setattr__(new, part.name, value)  # of a frozen one, too
         return new
     return last

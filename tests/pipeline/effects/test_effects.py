@@ -26,6 +26,7 @@ from lightning_par.pipeline.effects.console import Hearing, say
 from lightning_par.pipeline.effects.effects import Effects, apply, merged
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder
 from lightning_par.pipeline.effects.watched_run import Watch
+from lightning_par.python_state.changes import SequenceChange
 from tests.helpers.pool import Pool, RanksFailedError
 
 
@@ -350,6 +351,14 @@ def test_metrics_are_called_through_the_hook() -> None:
             value = module.acc(x[:, :3], y)
     assert calls == ["self.acc.forward"] * 2
     assert value == copy.deepcopy(module.acc)(x[:, :3], y)
+
+
+def test_what_was_there_before_is_itself_after_microbatches() -> None:
+    record, tensor = {"n": 0}, torch.zeros(2)
+    names = {id(record): "self.a[0]", id(tensor): "self.x"}
+    parts = [Effects(state={"self.b": SequenceChange(0, None, [record, tensor, {}])}, names=names) for _ in range(2)]
+    rest = merged(parts, torch.cat).state["self.b"].rest
+    assert rest[0] is record and rest[1] is tensor
 
 
 def test_microbatches_are_merged() -> None:

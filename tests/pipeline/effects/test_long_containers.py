@@ -78,13 +78,34 @@ class InALayer(Net):
         return self.net[3].kinds  # type: ignore[no-any-return, union-attr]
 
 
+class Moving(Net):
+    """The step writes into what it moves from one list to another, and goes by that: it is one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = [{"seen": 0} for _ in range(SAMPLES)]
+        self.done: list[dict[str, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) * (1 + sum(x["seen"] for x in self.done))
+        self.waiting[-1]["seen"] += 1
+        self.done += [self.waiting.pop(), self.waiting[0]]
+        for x in self.done[-3:]:
+            x["seen"] += 1
+        self.log("loss", loss)
+        return loss
+
+    def held(self) -> list[Any]:
+        return [self.waiting, self.done, [x is self.waiting[0] for x in self.done]]
+
+
 def _fitted(kind: type[Any], microbatches: int) -> Any:
     model, run = kind(), trainer(max_epochs=2, microbatches=microbatches)
     run.fit(model.double(), loader())
     return {"weights": weights(model), "metrics": metrics(run), "held": model.held()}
 
 
-@slow("Histories-1")
-@pytest.mark.parametrize(("kind", "microbatches"), [(Histories, 2), (Histories, 1), (InALayer, 1)])
+@slow("Histories-1", "Moving-2")
+@pytest.mark.parametrize(("kind", "microbatches"), [(Histories, 2), (Histories, 1), (InALayer, 1), (Moving, 2)])
 def test_what_is_kept_of_each_sample_is_one_devices(pool: Pool, kind: type[Any], microbatches: int) -> None:
     check(pool, _fitted, kind, microbatches)
