@@ -1961,6 +1961,29 @@ class GrowingMemory(Base):
         return torch.where(y[:, None] == labels, -1.0, 1.0).mul(z @ seen.T).mean()
 
 
+class _Handing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(C, C))
+        self.register_buffer("places", torch.rand(C))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.places
+
+
+class HandsBackWeight(Base):
+    """A layer that hands back its own weight and buffer as they are, for code and layers of other stages to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = _Handing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, places = self.c()
+        mixed = (table @ table.transpose(0, 1)).softmax(-1)
+        return super().forward(x @ mixed + places) @ table
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
@@ -1974,7 +1997,7 @@ FOUND: dict[str, type[Base]] = {
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists, WritesABufferTwice,
-                 TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep,
+                 TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep, HandsBackWeight,
                  RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory,
                  FlipsFlags, TurnsSums, MatchesTargets, RemembersATable)
 }  # fmt: skip

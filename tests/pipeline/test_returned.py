@@ -166,3 +166,34 @@ def test_a_unit_returns_it_over_stages(name: str) -> None:
     batch = [torch.randn(4, 6, C, dtype=torch.float64), torch.randint(0, 4, (4,))]
     plain = module.training_step(batch, 0)
     assert torch.equal(_staged(module, batch), plain)
+
+
+class Handed(nn.Module):
+    """Holds a weight and a buffer, and hands them back as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(C, C))
+        self.register_buffer("places", torch.rand(C))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.table, self.places
+
+
+class TakesHanded(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Handed()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, places = self.a()
+        mixed = (table @ table.T).softmax(-1)
+        return self.b(x @ mixed + places) @ table
+
+
+def test_a_unit_hands_back_its_own_weight_and_buffer() -> None:
+    torch.manual_seed(0)
+    module = TakesHanded().double()
+    batch = [torch.randn(4, 6, C, dtype=torch.float64), torch.randint(0, 4, (4,))]
+    plain = module.training_step(batch, 0)
+    assert torch.equal(_staged(module, batch), plain)

@@ -172,7 +172,8 @@ def _may_hold_samples(run: Analysis, x: Tensor) -> bool:
 
 
 def _returned(run: Analysis, x: Tensor) -> Tensor:
-    return x if run.values.is_parameter(x) else run.handed.returned(as_located(run, x))
+    """``x`` as what a unit has returned: a weight that it hands back as it is crosses stages as any value does."""
+    return run.handed.returned(as_located(run, x.view_as(x) if run.values.is_parameter(x) else x))
 
 
 def refuse_backward_hooks(run: Analysis, modules: Iterable[nn.Module]) -> None:
