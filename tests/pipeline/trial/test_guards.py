@@ -31,7 +31,8 @@ class Autoencoder(pl.LightningModule):
         h = self.encoder(batch)
         mean, spread = self.mean(h), self.spread(h)
         if self.kind == "validated":  # by torch, parameter by parameter
-            z = Normal(mean, spread.exp()).rsample()
+            # said, as torch.compile turns the default off
+            z = Normal(mean, spread.exp(), validate_args=True).rsample()
         elif self.kind == "asserted":
             assert mean.abs().max() < self.limit, "the mean is too large"
             z = mean + spread
@@ -53,7 +54,7 @@ class Autoencoder(pl.LightningModule):
             assert mean.abs().max() < self.limit, f"the mean is {mean.abs().max().item():.1f}"
             z = mean + spread
         elif self.kind == "found wrong":
-            z = Normal(mean, spread.exp() - self.limit * (batch_idx > 0)).mean
+            z = Normal(mean, spread.exp() - self.limit * (batch_idx > 0), validate_args=True).mean
         elif self.kind == "within":  # a check in what a choice leads to
             if mean.abs().max() > 1e-9:
                 assert mean.isfinite().all()
