@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Set
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,10 +96,12 @@ class LongContainers:
         """The items of those that code with these ``words`` may reach, once."""
         if not self._kept:
             return []
-        named = [one for one in self._kept if self._is_named(one[0].name, words)]
-        self._kept = [one for one in self._kept if one not in named]
+        kept, named = self._kept, [self._is_named(cell.name, words) for cell, _, _ in self._kept]
+        self._kept = [one for one, is_named in zip(kept, named) if not is_named]
         return [
-            Found(cell.place(key), x, cell, key, fixed, many=True) for cell, items, fixed in named for key, x in items
+            Found(cell.place(key), x, cell, key, fixed, many=True)
+            for cell, items, fixed in compress(kept, named)
+            for key, x in items
         ]
 
     def takes(self, reach: Reach, found: Found) -> bool:

@@ -1961,7 +1961,9 @@ class GrowingMemory(Base):
         return torch.where(y[:, None] == labels, -1.0, 1.0).mul(z @ seen.T).mean()
 
 
-class _Handing(nn.Module):
+class Handing(nn.Module):
+    """Holds a weight and a buffer, and hands them back as they are."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.rand(C, C))
@@ -1976,7 +1978,7 @@ class HandsBackWeight(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.c = _Handing()
+        self.c = Handing()
 
     def forward(self, x: Tensor) -> Tensor:
         table, places = self.c()

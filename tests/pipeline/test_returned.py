@@ -25,7 +25,7 @@ from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.run.unit_calls import intercept_units
 from lightning_par.python_state.nested_tensors import map_returned, returned_tensors
 from lightning_par.trial.step import Step, call_step
-from tests.law.found import Base, C
+from tests.law.found import Base, C, Handing
 
 Pair = namedtuple("Pair", "x y")
 
@@ -168,22 +168,10 @@ def test_a_unit_returns_it_over_stages(name: str) -> None:
     assert torch.equal(_staged(module, batch), plain)
 
 
-class Handed(nn.Module):
-    """Holds a weight and a buffer, and hands them back as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.rand(C, C))
-        self.register_buffer("places", torch.rand(C))
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        return self.table, self.places
-
-
 class TakesHanded(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.a = Handed()  # type: ignore[assignment]
+        self.a = Handing()  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         table, places = self.a()
