@@ -92,7 +92,8 @@ class HooksCell(Cell):
 
     def moved(self) -> bool:
         if handles_made() == self._handles:  # at most something was removed
-            return any(users_hooks(self._dicts(name)) != held for name, held in self.before.items())
+            before = self.before.items()
+            return bool(before) and any(users_hooks(self._dicts(name)) != held for name, held in before)
         if self._now() != self.before:
             return True
         self._handles = handles_made()

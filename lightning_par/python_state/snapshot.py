@@ -203,7 +203,8 @@ class Snapshot(Reach):
 
     def moves(self) -> set[tuple[str, Any, int]]:
         """What is other than before, as a run goes on: empty where nothing is, equal where nothing more has changed."""
-        return set().union(*map(self._moves_of, self._still.moved(self.cells)))
+        moved = self._still.moved(self.cells)
+        return set().union(*map(self._moves_of, moved)) if moved else set()
 
     def _moves_of(self, cell: Cell) -> set[tuple[str, Any, int]]:
         held = None if cell.lent or cell.versions else cell.counted()

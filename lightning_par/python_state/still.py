@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
 from itertools import accumulate, chain, compress
 from operator import attrgetter, is_, is_not, methodcaller, ne
 from typing import Any
@@ -30,31 +29,34 @@ class Still:
 
     def __init__(self) -> None:
         self._cells: list[Cell] = []  # those that were asked about last
+        self._version = -1  # of the dict that they are in
         self._counted: list[Cell] = []  # whose dicts tell by their versions
         self._dicts: list[dict[Any, Any]] = []
         self._versions: list[int] = []  # at which these held what they held before
         self._lists = _Lists([])
         self._others: list[Cell] = []
 
-    def is_so(self, cells: Mapping[str, Cell]) -> bool:
+    def is_so(self, cells: dict[str, Cell]) -> bool:
         """Whether all of ``cells`` hold what they held before, and nothing stands in for anything."""
         return self.moved(cells) == []
 
-    def moved(self, cells: Mapping[str, Cell]) -> list[Cell]:
+    def moved(self, cells: dict[str, Cell]) -> list[Cell]:
         """Those of ``cells`` that hold something else than before, or in which something stands in for anything or
         tensors are watched."""
         special = self._special(cells)
         moved = self._moved_dicts() + self._lists.moved() + [*compress(self._others, map(_moved, self._others))]
-        return _joined(special, moved)
+        return _joined(special, moved) if special or moved else []
 
-    def touched(self, cells: Mapping[str, Cell]) -> list[Cell]:
+    def touched(self, cells: dict[str, Cell]) -> list[Cell]:
         """Those of ``cells`` that may hold something else than before."""
         return _joined(self._special(cells), self._moved_dicts() + self._lists.moved() + self._others)
 
-    def _special(self, cells: Mapping[str, Cell]) -> list[Cell]:
+    def _special(self, cells: dict[str, Cell]) -> list[Cell]:
         """Those in which something stands in for anything, or tensors are watched."""
-        if len(cells) != len(self._cells) or not all(map(is_, cells.values(), self._cells)):
+        version = version_of_dict(cells)
+        if version != self._version:
             self._take(cells)
+            self._version = version
         return [cell for marks in (_lent, _versions) for cell in compress(self._cells, map(marks, self._cells))]
 
     def _moved_dicts(self) -> list[Cell]:
@@ -70,7 +72,7 @@ class Still:
                 self._versions[place] = now[place]
         return found
 
-    def _take(self, cells: Mapping[str, Cell]) -> None:
+    def _take(self, cells: dict[str, Cell]) -> None:
         self._cells = [*cells.values()]
         counted = [(cell, held) for cell in self._cells if (held := cell.counted()) is not None]
         self._counted, self._dicts = [cell for cell, _ in counted], [held for _, held in counted]

@@ -25,7 +25,7 @@ from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.between_steps.weight_updates import update_weights
 from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.effects import log_and_say
-from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, layers_heard
+from lightning_par.pipeline.effects.logged_outputs import LayersHeard, LogRecord, OutputRecorder
 from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call
@@ -210,7 +210,7 @@ class Outside:
         unseen = contextlib.nullcontext() if self._gradients is None else self._gradients.unseen()
         recorder = OutputRecorder(self._module, told.logs, told.said, dict)
         try:
-            with unseen, layers_heard(self._module, recorder), contextlib.nullcontext() if given.counts else memory:
+            with unseen, LayersHeard(self._module, recorder), contextlib.nullcontext() if given.counts else memory:
                 told.result = original(*args, **kwargs)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return _Told(failure=f"{type(error).__name__}: {error}"), error

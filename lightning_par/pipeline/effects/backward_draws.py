@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from lightning_par.pipeline.effects.random_draws import keyed
+from lightning_par.pipeline.effects.random_draws import Keyed
 from lightning_par.pipeline.program.event_draws import are_equal, stand_at, standing
 from lightning_par.private.fake_tensors import active_fakes
 from lightning_par.sharded.run_state import RunState
 
 
-@contextlib.contextmanager
-def drawing_in_backward(key: Sequence[int], what: str, drew: list[str] | None = None) -> Iterator[None]:
+def drawing_in_backward(
+    key: Sequence[int], what: str, drew: list[str] | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Around a backward, or what runs within one.
 
     Args:
@@ -33,10 +34,11 @@ def drawing_in_backward(key: Sequence[int], what: str, drew: list[str] | None = 
         with drawing_in_backward((seed, step, microbatch, stage), "a hook of stage 1"):
             loss.backward()
     """
-    if not RunState.current.streams.whole:
-        with keyed(key):
-            yield
-        return
+    return _refusing(what, drew) if RunState.current.streams.whole else Keyed(key)
+
+
+@contextlib.contextmanager
+def _refusing(what: str, drew: list[str] | None) -> Iterator[None]:
     before = standing()
     yield
     if active_fakes() is not None or are_equal(standing(), before):

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import NoReturn
 
 from torch import nn
 
-from lightning_par.pipeline.effects.logged_outputs import Recorder, layers_heard
+from lightning_par.pipeline.effects.logged_outputs import LayersHeard, Recorder
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 
 
-@contextlib.contextmanager
-def hooks_heard(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+class HooksHeard(contextlib.AbstractContextManager[None]):
     """A backward runs inside, of this rank alone: what its hooks log, print by ``module`` and ask of loggers goes to
-    the ``recorder``."""
-    state = RunState.current
-    before, state.hooks_alone = state.hooks_alone, True
-    try:
-        with layers_heard(module, recorder):
-            yield
-    finally:
-        state.hooks_alone = before
+    the ``recorder``. May be entered many times."""
+
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+        self._layers = LayersHeard(module, recorder)
+
+    def __enter__(self) -> None:
+        state = RunState.current
+        self._state, self._before = state, state.hooks_alone
+        self._layers.__enter__()
+        state.hooks_alone = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._layers.__exit__(*exception)
+        self._state.hooks_alone = self._before
 
 
 def refuse_unforeseen(what: str) -> NoReturn:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_par.mesh.broadcast import kinds_at, send_to_all, wanted_of
 from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.backward_draws import drawing_in_backward
-from lightning_par.pipeline.effects.backward_outputs import hooks_heard
+from lightning_par.pipeline.effects.backward_outputs import HooksHeard
 from lightning_par.pipeline.effects.effects import log_and_say, packed_error
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, call_of
@@ -90,7 +90,7 @@ class InBackward:
 
     def _hearing(self, said: Changed, before: Snapshot) -> contextlib.AbstractContextManager[None]:
         module = self.watch.lightning_module
-        return hooks_heard(module, OutputRecorder(module, said.logs, said.said, lambda: before.names))
+        return HooksHeard(module, OutputRecorder(module, said.logs, said.said, lambda: before.names))
 
     def tell(self) -> None:
         """The backward of the next stage has run. Its rank tells what it changed, and the others hear of it."""

@@ -161,12 +161,25 @@ def heard_from(module: nn.Module, recorder: Recorder) -> Replaced:
     return Replaced(module, {"log": recorder.log, "print": recorder.print})
 
 
-@contextlib.contextmanager
-def layers_heard(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """What a layer of ``module`` logs inside, prints by the module and asks of loggers goes to the ``recorder``."""
-    methods = {"log": recorder.log, "print": recorder.print}
-    with Replaced(module, methods), hearing_loggers(_trainer(module), recorder.hear):
-        yield
+class LayersHeard(contextlib.AbstractContextManager[None]):
+    """What a layer of ``module`` logs inside, prints by the module and asks of loggers goes to the ``recorder``. May be
+    entered many times."""
+
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+        self._logs, self._trainer, self._hear = heard_from(module, recorder), _trainer(module), recorder.hear
+        self._loggers: contextlib.AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._logs.__enter__()
+        if self._trainer is not None and self._trainer.loggers:
+            self._loggers = hearing_loggers(self._trainer, self._hear)
+            self._loggers.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        loggers, self._loggers = self._loggers, None
+        if loggers is not None:
+            loggers.__exit__(None, None, None)
+        self._logs.__exit__(*exception)
 
 
 class Replaced(contextlib.AbstractContextManager[None]):

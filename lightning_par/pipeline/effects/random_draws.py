@@ -10,7 +10,7 @@ as a whole runs on one rank alone, so it must not draw from them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -99,7 +99,7 @@ def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[
         what: the torch function or module that is about to run; one that draws nothing costs nothing.
     """
     draws = what.training if isinstance(what, nn.Module) else getattr(what, "__name__", "") in DRAWS
-    return keyed(key) if draws else contextlib.nullcontext()
+    return Keyed(key) if draws else contextlib.nullcontext()
 
 
 class Draws:
@@ -117,7 +117,8 @@ class Draws:
 
     def __init__(self, key: Sequence[int], seeds: bool = True) -> None:
         self.seed = Mixed(*key) if seeds else None
-        self.cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # the first costs nothing
+        # the first costs nothing
+        self.cuda = seeds and torch.cuda.is_initialized() and torch.cuda.is_available()
 
     def __enter__(self) -> Draws:
         self.before, self.streams = event_draws.standing(), RunState.current.streams
@@ -143,23 +144,22 @@ class Draws:
             event_draws.stand_at(self.before)
 
 
-@contextlib.contextmanager
-def keyed(key: Sequence[int]) -> Iterator[None]:
+class Keyed(contextlib.AbstractContextManager[None]):
     """As `drawing`, whatever runs inside."""
-    seed = mix(*key)
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # to ask for its state would start it
-    state = torch.get_rng_state()
-    device_state = torch.cuda.get_rng_state() if cuda else None
-    streams = RunState.current.streams
-    # sharded draws, too, go by the event, not by what ran here before
-    event, streams.event = streams.event, key[-1] * 1000
-    torch.default_generator.manual_seed(seed)
-    if cuda:
-        torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        streams.event = event
-        torch.set_rng_state(state)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state)
+
+    def __init__(self, key: Sequence[int]) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        streams = RunState.current.streams
+        self._before, self._streams = event_draws.standing(), streams
+        # sharded draws, too, go by the event, not by what ran here before
+        self._event, streams.event = streams.event, self._key[-1] * 1000
+        seed = mix(*self._key)
+        torch.default_generator.manual_seed(seed)
+        if self._before[1] is not None:
+            torch.cuda.manual_seed(seed)
+
+    def __exit__(self, *exception: object) -> None:
+        self._streams.event = self._event
+        event_draws.stand_at(self._before)

@@ -74,7 +74,7 @@ class Schedule:
                 found[rank] = max(found[rank], now[action.stage])
         return tuple(found)
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether there are backwards."""
         return any(action.op != "F" for order in self.actions for action in order)

@@ -181,9 +181,9 @@ class OfBatch:
 
 
 def standing() -> States:
-    """Where torch's generators stand."""
+    """Where torch's generators stand; `torch.get_rng_state` would note that it was asked."""
     cuda = torch.cuda.is_initialized() and torch.cuda.is_available()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state() if cuda else None
 
 
 def stand_at(states: States) -> None:
@@ -195,7 +195,10 @@ def stand_at(states: States) -> None:
 
 def are_equal(some: States, others: States) -> bool:
     """Whether generators that stand there draw the same."""
-    return all(a is b or a is not None and b is not None and torch.equal(a, b) for a, b in zip(some, others))
+    (cpu, device), (other_cpu, other_device) = some, others
+    if device is None or other_device is None:
+        return device is other_device and torch.equal(cpu, other_cpu)
+    return torch.equal(cpu, other_cpu) and torch.equal(device, other_device)
 
 
 def draw_again(drawn: Sequence[Drawn]) -> None:

@@ -243,7 +243,7 @@ class Program:
         """Whether the step may go on by values of the model behind the last unit, as Python gets them."""
         return any(event.kind == "read" or event.unsized for event in self.events[self.tail :])
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return len(self.starts)
 

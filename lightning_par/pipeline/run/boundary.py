@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
-from lightning_par.pipeline.program.program import Key, Program
+from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.run.backward import SplitBackward, backward, with_zeros
+from lightning_par.pipeline.run.border import Borders, Value
 from lightning_par.pipeline.run.errors import OtherStageError
-from lightning_par.pipeline.run.message_plan import Message, Traffic, Way
+from lightning_par.pipeline.run.message_plan import Message
 from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.timetable import Exchange
@@ -20,9 +21,6 @@ from lightning_par.private.tensors import with_node
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.backward_reach import behind
 from lightning_par.sharded.tensor import ShardedTensor
-
-Value = tuple[int, Key, int]
-"""The stage that it comes from, which value, which microbatch."""
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Crossing:
     """Moves the values of one step between the stages of this rank, and to and from other ranks.
 
     Args:
-        traffic: of the step: who sends what to whom.
+        borders: of the step's stages: what crosses them, and from whom to whom.
         rank: this rank.
         messenger: sends and receives.
         axes: of each microbatch; None where its program knows nothing of other microbatches.
@@ -47,23 +45,20 @@ class Crossing:
     """
 
     def __init__(
-        self, traffic: Traffic, rank: int, messenger: Messenger, axes: list[MicrobatchAxis | None], tokens: Tokens
+        self, borders: Borders, rank: int, messenger: Messenger, axes: list[MicrobatchAxis | None], tokens: Tokens
     ) -> None:
-        self.traffic, self.messenger, self.axes, self.tokens = traffic, messenger, axes, tokens
-        self.programs, self.rank = traffic.programs, rank
+        self.borders, self.messenger, self.axes, self.tokens = borders, messenger, axes, tokens
+        self.traffic, self.rank = borders.traffic, rank
+        self.programs = self.traffic.programs
         self.held: dict[tuple[int, int], Held] = {}
         self._leaving: dict[Message, Tensor] = {}  # made, and not sent yet
         self._coming: dict[Message, Callable[[], Tensor]] = {}  # on their way from another rank
         self._values: dict[Value, Tensor] = {}  # that stages of this rank will take
-        self._takers = traffic.readers(rank)  # stages that have not taken theirs
+        self._takers = self.traffic.readers(rank)  # stages that have not taken theirs
         self._grads: dict[Value, Tensor] = {}  # the sum so far, of stages of this rank
         self._givers = self._takers.copy()  # that have not given theirs
         self._reached: dict[tuple[int, int], bool] = {}  # whether a backward of the second stage came to the first one
         self.reached: set[tuple[int, Key]] = set()  # values to which a backward on this rank came, by their stage
-
-    def _wanted(self, keys: Iterable[Key], microbatch: int) -> list[Key]:
-        wanted = self.traffic.wanted(microbatch)
-        return [key for key in keys if key in wanted]
 
     def _shape(self, key: Key, microbatch: int) -> tuple[int, ...]:
         """Of this rank's part of a value, which its gradient has, too."""
@@ -79,28 +74,25 @@ class Crossing:
 
     def exchange(self, exchange: Exchange) -> None:
         """Begin to send and receive what travels at one moment."""
-        ways = [self.traffic.way(message) for message in exchange.received]
-        waits = self.messenger.exchange(
-            [self._outgoing(message) for message in exchange.sent],
-            [self._incoming(message, way) for message, way in zip(exchange.received, ways, strict=True)],
-        )
-        for message, wait, way in zip(exchange.received, waits, ways, strict=True):
-            self._coming[message] = wait if way.back is None else _in_order(wait, way.back)
+        received = exchange.received
+        leaving, coming = [*map(self._outgoing, exchange.sent)], [*map(self._incoming, received)]
+        for message, wait in zip(received, self.messenger.exchange(leaving, coming), strict=True):
+            back = self.traffic.way(message).back
+            self._coming[message] = wait if back is None else _in_order(wait, back)
 
     def _outgoing(self, message: Message) -> Outgoing:
         x, way = self._leaving.pop(message), self.traffic.way(message)
         return Outgoing(x if way.order is None else x.permute(way.order), way.to, message.kind, way.tag)
 
-    def _incoming(self, message: Message, way: Way) -> Incoming:
-        shape = self._shape(message.key, message.microbatch)
-        if way.order is not None:
-            shape = tuple(shape[d] for d in way.order)
-        return Incoming(shape, way.dtype, way.source, message.kind, way.tag)
-
-    def _peers(self, program: Program, takers: tuple[int, ...]) -> list[int]:
-        """The other ranks that take a value, the one with the last stage first."""
-        # the last stage's backward is the first to run
-        return [peer for peer in dict.fromkeys(program.at[taker] for taker in reversed(takers)) if peer != self.rank]
+    def _incoming(self, message: Message) -> Incoming:
+        place = message, self.tokens.lengths
+        known = self.borders.rooms.get(place)
+        if known is None:
+            way, shape = self.traffic.way(message), self._shape(message.key, message.microbatch)
+            if way.order is not None:
+                shape = tuple(shape[d] for d in way.order)
+            known = self.borders.rooms[place] = Incoming(shape, way.dtype, way.source, message.kind, way.tag)
+        return known
 
     def _arrived(self, message: Message) -> Tensor:
         return self._coming.pop(message)()
@@ -110,13 +102,16 @@ class Crossing:
     def receive(self, stage: int, microbatch: int) -> Callable[[Key], Tensor]:
         """Wait for what ``stage`` needs; the callable gives a value as the step meets it."""
         axis, program = self.axes[microbatch], self.programs[microbatch]
-        held = self.held[stage, microbatch] = Held()
-        arrived = {key: self._take((source, key, microbatch), stage) for key, source in program.routes.coming[stage]}
-        for key in self._wanted(arrived, microbatch):
+        border, held = self.borders.of(stage, microbatch), Held()
+        self.held[stage, microbatch] = held
+        arrived: dict[Key, Tensor] = {}
+        for place, message in border.coming:
+            arrived[place[1]] = self._take(place, message, stage)
+        for _, key, _ in border.wanted:
             # a leaf for each stage that takes it, of which this rank may have two
             arrived[key] = arrived[key].detach().requires_grad_()
             held.leaves.append(arrived[key])
-        for key in self._others(arrived, program, microbatch):
+        for key in border.graphed:
             held.others[key] = arrived[key] = arrived[key].detach().requires_grad_()
 
         def value(key: Key) -> Tensor:
@@ -128,13 +123,6 @@ class Crossing:
             return wrapped(x, model, axis)
 
         return value
-
-    def _others(self, arrived: Iterable[Key], program: Program, microbatch: int) -> list[Key]:
-        """Values that have a graph, and to which no gradient came when the step was recorded."""
-        if not self.traffic.schedule.trains:
-            return []
-        wanted = self.traffic.wanted(microbatch)
-        return [key for key in arrived if key not in wanted and program.values[key].requires_grad]
 
     def refuse_lost_gradients(self, stage: int, microbatch: int) -> None:
         """Once a stage's forward has run, see where its backward will go.
@@ -160,13 +148,13 @@ class Crossing:
             "torch.where, or use TensorParallelStrategy."
         )
 
-    def _take(self, value: Value, stage: int) -> Tensor:
+    def _take(self, value: Value, message: Message, stage: int) -> Tensor:
         source, key, microbatch = value
         program = self.programs[microbatch]
         shared = self._takers[value] > 1 or program.at[source] == self.rank
         x = self._values.get(value)
         if x is None:
-            x = self._values[value] = self._arrived(Message("forward", source, key, microbatch, self.rank))
+            x = self._values[value] = self._arrived(message)
         self._takers[value] -= 1
         if not self._takers[value]:
             del self._values[value]
@@ -175,17 +163,17 @@ class Crossing:
 
     def hand_on(self, stage: int, microbatch: int, values: dict[Key, Tensor]) -> None:
         """Give what other stages need of ``stage`` to them."""
-        program = self.programs[microbatch]
         # the microbatch's samples alone, and of them this rank's tokens
         plain = {key: self.tokens.part(of_microbatch(x)) for key, x in values.items()}
         self._check(plain, microbatch)
-        self.held[stage, microbatch].outputs = [plain[key] for key in self._wanted(plain, microbatch)]
-        for key, takers in program.routes.leaving[stage].items():
-            x = plain[key].detach()  # its graph stays here, in `held`
-            if self._takers[stage, key, microbatch]:
-                self._values[stage, key, microbatch] = x
-            for peer in self._peers(program, takers):
-                self._leaving[Message("forward", stage, key, microbatch, peer)] = x
+        border = self.borders.of(stage, microbatch)
+        self.held[stage, microbatch].outputs = [plain[value[1]] for value, _ in border.answered]
+        for value, messages in border.leaving:
+            x = plain[value[1]].detach()  # its graph stays here, in `held`
+            if self._takers[value]:
+                self._values[value] = x
+            for message in messages:
+                self._leaving[message] = x
 
     def _check(self, values: dict[Key, Tensor], microbatch: int) -> None:
         """The receiver waits for just what the program says: anything else would never arrive."""
@@ -205,17 +193,13 @@ class Crossing:
 
     def _gradients_of(self, stage: int, microbatch: int) -> list[Tensor | None]:
         """Of the stage's outputs: from the stages that took them, or None for the loss."""
-        program = self.programs[microbatch]
-        if stage == program.stages - 1:
+        if stage == self.programs[microbatch].stages - 1:
             return [None] * len(self.held[stage, microbatch].outputs)
-        takers = program.routes.leaving[stage]
-        return [self._gradient((stage, key, microbatch), takers[key]) for key in self._wanted(takers, microbatch)]
+        return [self._gradient(*answered) for answered in self.borders.of(stage, microbatch).answered]
 
-    def _gradient(self, value: Value, takers: tuple[int, ...]) -> Tensor:
-        stage, key, microbatch = value
-        peers = self._peers(self.programs[microbatch], takers)
+    def _gradient(self, value: Value, messages: tuple[Message, ...]) -> Tensor:
         # In this order whichever comes first: a sum's rounding must not depend on when messages arrive.
-        parts = [self._arrived(Message("backward", stage, key, microbatch, peer)) for peer in peers]
+        parts = [*map(self._arrived, messages)]
         if value in self._grads:
             parts.append(self._grads.pop(value))
         whole, *rest = parts
@@ -239,8 +223,12 @@ class Crossing:
             del self.held[stage, microbatch]
             return
         grads = self._gradients_of(stage, microbatch)
-        pairs = [(x, g) for x, g in zip(held.outputs, grads, strict=True) if x.requires_grad]
-        outputs, given = [x for x, _ in pairs], [g for _, g in pairs]
+        outputs: list[Tensor] = []
+        given: list[Tensor | None] = []
+        for x, grad in zip(held.outputs, grads, strict=True):
+            if x.requires_grad:
+                outputs.append(x)
+                given.append(grad)
         if op == "I":
             held.split = SplitBackward()
         if held.split is not None and not once:
@@ -249,20 +237,18 @@ class Crossing:
             leaves = backward(outputs, given, held.leaves)
         if held.split is None:
             del self.held[stage, microbatch]
+        wanted = self.borders.of(stage, microbatch).wanted
         if outputs:
-            self._note_reached(stage, microbatch, leaves)
+            self._note_reached(stage, wanted, leaves)
         back = with_zeros(leaves, held.leaves)
         held.outputs = []  # they would hold the whole graph until W
-        arrivals = self.programs[microbatch].routes.coming[stage]
-        sources = [(source, key, microbatch) for key, source in arrivals if key in self.traffic.wanted(microbatch)]
-        for value, grad in zip(sources, back, strict=True):
-            self._give(value, grad)
+        for value, sent in zip(wanted, back, strict=True):
+            self._give(value, sent)
 
-    def _note_reached(self, stage: int, microbatch: int, grads: Sequence[Tensor | None]) -> None:
-        arrivals, wanted = self.programs[microbatch].routes.coming[stage], self.traffic.wanted(microbatch)
-        taken = [(source, key) for key, source in arrivals if key in wanted]
-        for (source, key), grad in zip(taken, grads, strict=True):
-            self.reached.update([(source, key)] if grad is not None else ())
+    def _note_reached(self, stage: int, wanted: Sequence[Value], grads: Sequence[Tensor | None]) -> None:
+        for (source, key, _), grad in zip(wanted, grads, strict=True):
+            if grad is not None:
+                self.reached.add((source, key))
             self._reached[source, stage] = self._reached.get((source, stage), False) or grad is not None
 
     def unreached(self) -> int | None:
@@ -270,7 +256,7 @@ class Crossing:
         there is a loss, and one came when the step was recorded."""
         for source in {source for source, _ in self._reached}:
             leaving, at = self.programs[0].routes.leaving[source], self.programs[0].at
-            takers = {stage for key in self._wanted(leaving, 0) for stage in leaving[key]}
+            takers = {stage for (_, key, _), _ in self.borders.of(source, 0).answered for stage in leaving[key]}
             if all(at[stage] == self.rank and self._reached.get((source, stage)) is False for stage in takers):
                 return source
         return None

@@ -25,7 +25,7 @@ from lightning_par.pipeline.run.forward_backward import ForwardBackward
 from lightning_par.pipeline.run.gradients_apart import GradientsApart
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
 from lightning_par.pipeline.run.messages import Messenger
-from lightning_par.pipeline.run.microbatch import whole_batches_advised
+from lightning_par.pipeline.run.microbatch import WholeBatchesAdvised
 from lightning_par.pipeline.run.replay import Replays
 from lightning_par.pipeline.run.step_gradients import StepGradients
 from lightning_par.pipeline.run.timetable import Timetables
@@ -179,7 +179,7 @@ class Engine:
 
     def _prepared(self, step: Step, microbatches: int) -> Prepared:
         """A training step, whose microbatches may be batches of their own."""
-        with whole_batches_advised():
+        with WholeBatchesAdvised():
             if self.coupled:
                 return self.programs.prepare_apart(step, microbatches)
             return self.programs.prepare(step, microbatches)

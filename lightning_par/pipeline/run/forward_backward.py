@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_par.pipeline.effects.backward_draws import drawing_in_backward
-from lightning_par.pipeline.effects.backward_outputs import hooks_heard, refuse_unforeseen
+from lightning_par.pipeline.effects.backward_outputs import HooksHeard, refuse_unforeseen
 from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.effects.logged_outputs import Unheard, silent
 from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
@@ -18,7 +18,7 @@ from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.boundary import Crossing
 from lightning_par.pipeline.run.final_gradients import FinalGradients
 from lightning_par.pipeline.run.gradients_apart import GradientsApart
-from lightning_par.pipeline.run.microbatch import whole_batches_advised
+from lightning_par.pipeline.run.microbatch import WholeBatchesAdvised
 from lightning_par.pipeline.run.microbatch_outputs import without_graphs
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.run.step_outputs import StepOutputs
@@ -68,8 +68,8 @@ class ForwardBackward:
         self.apart, self.settle, self.finals, self.rehearses = apart, settle, finals, rehearses
         self.messenger, self.replays, self.tokens = engine.messenger, engine.replays, engine.tokens
         self.inner_state, self.in_backward = engine.inner_state, engine.in_backward
-        self._advise = partial(_alone, engine.axis.rank)
-        self._unforeseen = Unheard(refuse_unforeseen)
+        self._advised, self._stopping = WholeBatchesAdvised(), Stopping(partial(_alone, engine.axis.rank))
+        self._heard = HooksHeard(engine.programs.watch.lightning_module, Unheard(refuse_unforeseen))
         self._drew = engine.drew if rehearses else None  # else what draws and may not is refused there
         self._effects: Effects | None = None  # what the step did, once all forwards have run
 
@@ -134,9 +134,9 @@ class ForwardBackward:
             inner.begin(ready.program, len(ready.parts) > 1)
             self.in_backward.clear()
         programs, told = [part.program for part in ready.parts], not self.rehearses and inner.tells
-        traffic, timetable = engine.timetables.of(programs, self.schedule, told, self.meets)
+        borders, timetable = engine.timetables.of(programs, self.schedule, told, self.meets)
         axes = [part.axis for part in ready.parts]
-        self.crossing = Crossing(traffic, engine.axis.rank, self.messenger, axes, self.tokens)
+        self.crossing = Crossing(borders, engine.axis.rank, self.messenger, axes, self.tokens)
         self.replays.begin(ready, apart=bool(hooked or self.rehearses or inner.keeping or inner.says or hooks.known))
         order = timetable.orders[engine.axis.rank]
         if self.finals is not None:
@@ -153,7 +153,7 @@ class ForwardBackward:
         joins = step.grad and program.plain_effects
         counts = last and (axis is None or joins)  # else what counts is the tail, which runs once on the whole batch
         stops = last and axis is not None and not step.grad
-        with whole_batches_advised(), Stopping(self._advise):
+        with self._advised, self._stopping:
             receive = self.crossing.receive(stage, microbatch)
             run = StageRun(program, part.memo, stage, axis, receive, counts, (*self.key, microbatch), stops)
             run.tokens = self.tokens
@@ -186,18 +186,17 @@ class ForwardBackward:
             self.finals.begin(action)
         key = (*self.key, action.microbatch, ord(action.op), -1 - action.stage)  # forwards have events from 0 there
         draws = drawing_in_backward(key, f"A hook or an autograd function in stage {action.stage}", self._drew)
-        with self._keeping(action), Stopping(self._advise), draws:
+        with self._keeping(action), self._stopping, draws:
             self.crossing.backward(action.op, action.stage, action.microbatch, once=self.meets)
         if self.finals is not None:
             self.finals.end(action)
 
     def _keeping(self, action: Action) -> AbstractContextManager[None]:
         """Around a backward, which may keep or say something."""
-        module = self.engine.programs.watch.lightning_module
         if self.rehearses:
-            return silent(module)
+            return silent(self.engine.programs.watch.lightning_module)
         if not self.meets:
-            return hooks_heard(module, self._unforeseen)
+            return self._heard
         if action.op == "W":  # of which the whole has run with the inputs' part
             return nullcontext()
         return self.in_backward.stage()

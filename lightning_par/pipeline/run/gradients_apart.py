@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 
 from torch import Tensor
 
@@ -108,6 +108,6 @@ class GradientsApart(contextlib.AbstractContextManager["GradientsApart"]):
     def _seen(self) -> list[tuple[int, int] | None]:
         """Which gradients are there, and how often they were written to."""
         grads = [*map(_grad, self._parameters), *map(_grad, self._stored)]
-        if not any(g is not None for g in grads):
+        if all(map(is_, grads, repeat(None))):  # in C: it is asked before each backward
             return []
         return [None if g is None else (id(g), write_count(g)) for g in grads]

@@ -108,21 +108,31 @@ class Messenger:
             RuntimeError: one of these or an earlier message can't arrive, or has not in time.
         """
         self._sending.check()
-        leaving = [(one, x) for one in sent if (x := self._outward(one.x)).numel()]
-        rooms = [(one, self._room(one)) for one in received]
-        coming = [(one, x) for one, x in rooms if x.numel()]
-        ops = [PeerOp("send", x, one.to, _PURPOSES[one.kind], _tag(one.kind, one.tag)) for one, x in leaving]
-        ops += [PeerOp("recv", x, one.source, _PURPOSES[one.kind], _tag(one.kind, one.tag)) for one, x in coming]
+        ops: list[PeerOp] = []
+        leaving: list[Outgoing] = []
+        coming: list[Incoming] = []
+        for out in sent:
+            x = self._outward(out.x)
+            if x.numel():
+                ops.append(PeerOp("send", x, out.to, _PURPOSES[out.kind], _tag(out.kind, out.tag)))
+                leaving.append(out)
+        rooms = [*map(self._room, received)]
+        for one, x in zip(received, rooms, strict=True):
+            if x.numel():
+                ops.append(PeerOp("recv", x, one.source, _PURPOSES[one.kind], _tag(one.kind, one.tag)))
+                coming.append(one)
         try:
             works = self._axis.start_exchange(ops)
         except RuntimeError as error:
-            whats = [*(one.what for one, _ in leaving), *(one.what for one, _ in coming)]
+            whats = [*(out.what for out in leaving), *(one.what for one in coming)]
             raise lost(" and ".join(dict.fromkeys(whats)), error) from error
-        for (one, x), work in zip(leaving, works):
-            self._sending.add(_Sent(work, x, one, self._batches))
+        for out, op, work in zip(leaving, ops, works):
+            self._sending.add(_Sent(work, op.x, out, self._batches))
         self._batches += 1
         arriving = iter(works[len(leaving) :])
-        return [self._wait(one, x, next(arriving) if x.numel() else None) for one, x in rooms]
+        return [
+            self._wait(one, x, next(arriving) if x.numel() else None) for one, x in zip(received, rooms, strict=True)
+        ]
 
     def _outward(self, x: Tensor) -> Tensor:
         if x.layout != torch.strided:

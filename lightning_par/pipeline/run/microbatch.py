@@ -7,8 +7,8 @@ need the other microbatches' values at that moment can't run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -23,15 +23,18 @@ class SamplesMixError(RuntimeError):
     unit: str | None = None
 
 
-@contextmanager
-def whole_batches_advised() -> Iterator[None]:
+class WholeBatchesAdvised(AbstractContextManager[None]):
     """Inside, samples that need one another in a later batch than the first are an error of the user's."""
-    try:
-        yield
-    except SamplesMixError as error:
-        raise ValueError(
-            f"Samples of this batch need one another, which none of the first batch did: {error}. Write microbatches=1."
-        ) from error
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, SamplesMixError):
+            raise ValueError(
+                f"Samples of this batch need one another, which none of the first batch did: {error}. Write "
+                "microbatches=1."
+            ) from error
 
 
 class MicrobatchAxis(Axis):

@@ -33,7 +33,7 @@ class ReplayedValues:
         self._detached: dict[Key, Tensor] = {}
         self.plain: dict[Key, Tensor] = {}  # of this microbatch alone, where `run.got` has none yet
         assert run.axis is not None
-        self.axis = run.axis
+        self.axis, self.rank = run.axis, run.axis.rank
         self.alone = run.tokens.axis is None  # whether units are given no more than that
         self.strides: dict[Key, Any] = {}  # on one device, of those whose part does not tell them
         self.unwatched = self.alone and bool(stage.given) and is_unwatched()
@@ -59,10 +59,7 @@ class ReplayedValues:
         return self._detached[key]
 
     def _shape(self, index: int, model: ShardedTensor) -> tuple[int, ...]:
-        key = index, self.axis.rank
-        found = self.shapes.get(key)
-        if found is None:
-            found = self.shapes[key] = local_shape(model, self.axis)
+        found = self.shapes[index, self.rank] = local_shape(model, self.axis)
         return found
 
     def finish(self) -> None:
@@ -79,7 +76,7 @@ class ReplayedValues:
         given, facts = parts
         if self.around is None:
             self.around = surroundings(given[0])
-        key = index, self.axis.rank, self.around, told.settings, facts
+        key = index, self.rank, self.around, told.settings, facts
         known = self.program.local_events.get(key, False)
         if known is False or known is None:  # what comes once is not worth noting
             self._as_ever(index, call)
@@ -137,7 +134,8 @@ class ReplayedValues:
                 result = call.original(*args, **kwargs)
         model = record.result
         if self.alone and not record.viewed and type(model) is ShardedTensor and type(result) is Tensor:
-            if result.shape == self._shape(index, model):
+            shape = self.shapes.get((index, self.rank))
+            if result.shape == (self._shape(index, model) if shape is None else shape):
                 self.plain[index, 0] = result
                 return
         run.made(index, run.as_recorded(call.func, result, record), record)
@@ -145,14 +143,17 @@ class ReplayedValues:
     def _given(self, record: StepEvent, call: Call) -> tuple[Any, dict[str, Any]]:
         told = call.kwargs
         if self.alone and not record.viewed and not call.nested:
-            return [*map(self._plain, call.args)], {key: self._plain(x) for key, x in told.items()} if told else told
+            plain, given = self.plain, []
+            for x in call.args:  # nothing is called for what is plain: this runs for each unit
+                part = plain.get(x.key) if type(x) is Absent else None
+                given.append(self._plain(x) if part is None else part)
+            return given, {key: self._plain(x) for key, x in told.items()} if told else told
         args, kwargs = filled(call.args, self.get), filled(told, self.get)
         return self.run.all_taken(args, record.viewed), self.run.all_taken(kwargs, record.viewed)
 
     def _plain(self, x: Any) -> Any:
         if type(x) is Absent:
-            found = self.plain.get(x.key)
-            return self.run.taken(self.get(x.key), False) if found is None else found
+            return self.run.taken(self.get(x.key), False)
         if not isinstance(x, Tensor):
             return x
         layout = self.program.layouts.get(self.run.memo.keys.get(id(x), _NO_KEY))

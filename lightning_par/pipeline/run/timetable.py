@@ -23,6 +23,7 @@ from lightning_par.mesh.wire import Kind
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action, Op
 from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.run.border import Borders
 from lightning_par.pipeline.run.message_plan import Message, Traffic
 
 DURATIONS: Mapping[Op, int] = {"F": 64, "B": 128, "I": 64, "W": 64}
@@ -139,18 +140,18 @@ class Timetables:
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
-        self._kept: dict[tuple[int, ...], tuple[Traffic, Timetable]] = {}
+        self._kept: dict[tuple[int, ...], tuple[Borders, Timetable]] = {}
 
     def of(
         self, programs: list[Program], schedule: Schedule, forward_told: bool, backward_told: bool
-    ) -> tuple[Traffic, Timetable]:
+    ) -> tuple[Borders, Timetable]:
         """Of a step with these programs of its microbatches; what is told as for `make_timetable`."""
         key = (forward_told, backward_told, id(schedule), *map(id, programs))  # which a kept traffic keeps alive
         if key not in self._kept:
             while len(self._kept) >= self._most:
                 del self._kept[next(iter(self._kept))]
             traffic = Traffic(programs, schedule)
-            self._kept[key] = traffic, make_timetable(traffic, forward_told, backward_told)
+            self._kept[key] = Borders(traffic), make_timetable(traffic, forward_told, backward_told)
         return self._kept[key]
 
 

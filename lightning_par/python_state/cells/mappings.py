@@ -65,7 +65,7 @@ class MappingCell(Cell):
 
     def moved(self) -> bool:
         now, before = self.mapping, self.before
-        if self.passing:
+        if self.passing and (any(map(now.__contains__, self.passing)) or any(map(before.__contains__, self.passing))):
             now, before = self._staying(now), self._staying(before)
         return not (
             len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values()))

@@ -42,7 +42,7 @@ COUNTS = (1, 2, 5)
 KINDS = ("chain", "skips", "relayed", "ragged")
 
 
-def _traffic(schedule: Schedule, kind: str = "chain") -> Traffic:
+def traffic_of(schedule: Schedule, kind: str = "chain") -> Traffic:
     """Of a step whose stages take one another's values.
 
     Args:
@@ -56,7 +56,8 @@ def _traffic(schedule: Schedule, kind: str = "chain") -> Traffic:
     programs: list[Any] = []
     for routes in of:
         wanted = frozenset(key for key in routes.keys if key[1] != 1 or key[0] % 2)
-        programs.append(SimpleNamespace(routes=routes, at=schedule.placement, wanted=wanted))
+        values = dict.fromkeys(routes.keys, SimpleNamespace(requires_grad=True))
+        programs.append(SimpleNamespace(routes=routes, at=schedule.placement, wanted=wanted, values=values))
     return Traffic([programs[i % len(of)] for i in range(schedule.microbatches)], schedule)
 
 
@@ -68,7 +69,7 @@ def _routes(stages: int, kind: str) -> Routes:
     return relayed(uses, range(stages), stages) if kind == "relayed" else direct(uses, range(stages), stages, {})
 
 
-def _schedules(ranks: int, microbatches: int) -> Iterator[Schedule]:
+def schedules_of(ranks: int, microbatches: int) -> Iterator[Schedule]:
     for name in SCHEDULES:
         yield make_schedule(name, ranks, microbatches)
         yield make_schedule_again(name, (*range(ranks), *range(ranks)), microbatches)
@@ -167,8 +168,8 @@ def ideal(traffic: Traffic, latency: int = 0) -> int:
 
 def _cases(kinds: Sequence[str], ranks: int, counts: Sequence[int] = COUNTS) -> Iterator[Traffic]:
     for count in counts:
-        for schedule in _schedules(ranks, count):
-            yield from (_traffic(schedule, kind) for kind in kinds)
+        for schedule in schedules_of(ranks, count):
+            yield from (traffic_of(schedule, kind) for kind in kinds)
 
 
 @slow("4", "5", "6", "7", "8", "2")
@@ -228,7 +229,7 @@ def test_each_message_goes_once_and_two_ranks_have_one_order(ranks: int) -> None
 
 def test_orders_of_each_ranks_own_would_hang() -> None:
     """What the test above would say of ranks that receive just before they need it, and send at once."""
-    traffic = _traffic(make_schedule("1f1b", 4, 8))
+    traffic = traffic_of(make_schedule("1f1b", 4, 8))
     orders: list[tuple[Event, ...]] = []
     for rank, actions in enumerate(traffic.schedule.actions):
         order: list[Event] = []
@@ -248,13 +249,13 @@ def test_a_rank_has_room_for_few_messages_at_once(ranks: int) -> None:
     most = {"gpipe": 2, "1f1b": 2, "zbv": 3, "interleaved_1f1b": ranks + 1, "interleaved_zero_bubble": ranks + 1}
     for name in SCHEDULES:
         for microbatches in (2 * ranks, 6 * ranks):
-            traffic = _traffic(make_schedule(name, ranks, microbatches))
+            traffic = traffic_of(make_schedule(name, ranks, microbatches))
             timetable = make_timetable(traffic)
             assert max(timetable.buffers(rank, traffic) for rank in range(ranks)) <= most[name], name
 
 
 def test_it_is_printed_and_says_what_can_not_run() -> None:
-    traffic = _traffic(make_schedule("1f1b", 2, 2))
+    traffic = traffic_of(make_schedule("1f1b", 2, 2))
     assert str(make_timetable(traffic)) == (
         "1f1b; @m+r-s: at moment m a batch of r receives and s sends\n"
         "  rank 0: F0.0 @64-1 F0.1 @128-1 @257+1 B0.0 @449+1 B0.1\n"
