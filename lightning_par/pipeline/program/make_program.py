@@ -47,7 +47,8 @@ def make_program(
     for name, index in (*run.direct, *run.units):
         uses.setdefault(name, set()).add(stage_of(cut.starts, index))
     routes = _routes(run, cut.starts)
-    values = {key: returned_tensors(run.events[key[0]].result)[key[1]] for key in routes.keys}
+    returned = {i: returned_tensors(run.events[i].result) for i in dict.fromkeys(index for index, _ in routes.keys)}
+    values = {key: returned[key[0]][key[1]] for key in routes.keys}
     loss, overwritten, elsewhere = loss_in(result), _overwritten(step, run, cut), _elsewhere(step.module, run, cut)
     plain = not (run.reads or run.prints or run.changes_state or _has_metrics(run.events))
     plain = plain and all(_joins(run, x) for x in run.effects)

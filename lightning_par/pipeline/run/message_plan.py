@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,6 @@ from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.sharded.tensor import ShardedTensor
-
-_MOST_VALUES = 4096  # that leave one stage; keeps tags apart
 
 
 class Message(NamedTuple):
@@ -85,15 +84,26 @@ class Traffic:
 
     def _way(self, message: Message) -> Way:
         _, stage, key, microbatch, _ = message
-        program, count = self.programs[microbatch], len(self.programs)
+        program = self.programs[microbatch]
         model = program.values[key]
         strides = (model.local if isinstance(model, ShardedTensor) else model).stride()
         order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
         lies_so = order == [*range(len(order))]
         back = None if lies_so else tuple(order.index(d) for d in range(len(order)))
-        place = [*program.routes.leaving[stage]].index(key)  # the same on both ranks, which have the same program
-        tag = (stage * count + microbatch) * _MOST_VALUES + place
-        return Way(*self.ends(message), tag, model.dtype, None if lies_so else tuple(order), back)
+        return Way(
+            *self.ends(message),
+            self._tags[stage, microbatch, key],
+            model.dtype,
+            None if lies_so else tuple(order),
+            back,
+        )
+
+    @cached_property
+    def _tags(self) -> dict[tuple[int, int, Key], int]:
+        """Of each value that leaves a stage in the step, the same on all ranks, which have the same programs."""
+        leaving = ((program.routes.leaving, i) for i, program in enumerate(self.programs))
+        values = ((stage, i, key) for stages, i in leaving for stage, keys in enumerate(stages) for key in keys)
+        return {value: tag for tag, value in enumerate(values)}
 
     def wanted(self, microbatch: int) -> frozenset[Key]:
         """The values that get a gradient."""

@@ -235,25 +235,33 @@ class _Departures:
     """
 
     def __init__(self) -> None:
-        self._sent: deque[_Sent] = deque()
+        self._sent: dict[int, deque[tuple[int, _Sent]]] = {}  # by receiver, with their numbers
+        self._number = self._count = 0  # of all so far, and of those that are kept
 
     def add(self, sent: _Sent) -> None:
-        self._sent.append(sent)
+        self._sent.setdefault(sent.message.to, deque()).append((self._number, sent))
+        self._number, self._count = self._number + 1, self._count + 1
 
     def check(self) -> None:
-        while len(self._sent) > MOST_UNDER_WAY:
-            _wait_for(self._sent.popleft())
+        while self._count > MOST_UNDER_WAY:
+            self._wait_for_first(min(filter(None, self._sent.values()), key=_number_of_first))
 
     def came(self, source: int, batch: int) -> None:
-        left = [sent for sent in self._sent if sent.message.to == source and sent.batch < batch]
-        if left:
-            self._sent = deque(sent for sent in self._sent if sent.message.to != source or sent.batch >= batch)
-            for sent in left:
-                _wait_for(sent)
+        sent = self._sent.get(source)
+        while sent and sent[0][1].batch < batch:
+            self._wait_for_first(sent)
 
     def finish(self) -> None:
-        while self._sent:
-            _wait_for(self._sent.popleft())
+        while self._count:
+            self._wait_for_first(min(filter(None, self._sent.values()), key=_number_of_first))
+
+    def _wait_for_first(self, sent: deque[tuple[int, _Sent]]) -> None:
+        self._count -= 1
+        _wait_for(sent.popleft()[1])
+
+
+def _number_of_first(sent: deque[tuple[int, _Sent]]) -> int:
+    return sent[0][0]
 
 
 def _wait_for(sent: _Sent) -> None:

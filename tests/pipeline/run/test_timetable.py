@@ -7,7 +7,7 @@ order, messages that leave when their receiver is there, and hosts that wait, or
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_par.pipeline.plan.schedule import (
     SCHEDULES,
@@ -264,3 +265,12 @@ def test_it_is_printed_and_says_what_can_not_run() -> None:
     late = tuple(order[::-1] for order in traffic.schedule.actions)
     with pytest.raises(ValueError, match=r"never ends; what can't run: rank 0 for B0\.0"):
         make_timetable(Traffic(traffic.programs, replace(traffic.schedule, actions=late)))
+
+
+def test_each_message_has_a_tag_of_its_own_however_many_values_leave_a_stage() -> None:
+    routes = relayed([((0, n), 1) for n in range(5000)], (0, 1), 2)
+    values = defaultdict[Any, Any](lambda: torch.zeros(1))
+    programs: Any = [SimpleNamespace(routes=routes, at=(0, 1), values=values, wanted=frozenset())] * 3
+    traffic = Traffic(programs, make_schedule("1f1b", 2, 3))
+    messages = [message for rank in range(2) for _, message in traffic.sent_by(rank) if message.kind == "forward"]
+    assert len({traffic.way(message).tag for message in messages}) == len(messages) == 3 * 5000
