@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_par.mesh.replicas import of_like_replicas
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
-from lightning_par.private.loaders import data_source
 from lightning_par.private.metrics import is_metric
 from lightning_par.private.modes import no_modes
 from lightning_par.private.module_calls import forget_call
@@ -24,7 +23,7 @@ from lightning_par.private.trainer import is_dummy_experiment
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.sharded.run_state import RunState
-from lightning_par.trial.held_by_trainer import CONTAINERS, HELD, LOADERS, set_apart, with_data_apart
+from lightning_par.trial.held_by_trainer import CONTAINERS, HELD, LOADERS, loaders_of, set_apart, with_data_apart
 from lightning_par.trial.trainer_stand_ins import HeldLogger, Optimizers, Stand
 
 
@@ -221,12 +220,10 @@ class TrainerView:
         if name in HELD:
             vars(self)[name] = set_apart(getattr(real, name))
             return vars(self)[name]
-        value = _without_loading(real) if name == "estimated_stepping_batches" else getattr(real, name)
-        if value is None and name in LOADERS and LOADERS[name] == real.state.fn.value:
-            # Lightning fills it only when its loops start.
-            value = getattr(vars(data_source(real)).get("dataloader"), "given", None)
         if name in LOADERS:
-            vars(self)[name] = value = with_data_apart(value)
+            vars(self)[name] = with_data_apart(loaders_of(real, name))
+            return vars(self)[name]
+        value = _without_loading(real) if name == "estimated_stepping_batches" else getattr(real, name)
         if type(value) in CONTAINERS and name in vars(real):  # of the user's, who may append to it
             vars(self)[name] = value = copy.copy(value)
         return value

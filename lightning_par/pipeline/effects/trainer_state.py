@@ -9,12 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.cells.mappings import MappingCell
 from lightning_par.python_state.found import Found
 from lightning_par.python_state.snapshot import Snapshot
-from lightning_par.python_state.user_code import is_users_code
-from lightning_par.trial.held_by_trainer import LOADERS
+from lightning_par.trial.held_by_trainer import named_of_trainer
 
 NAME = "self.trainer"
 _SCHEDULES = frozenset(("lr_schedulers", "lr_scheduler_configs"))
@@ -55,17 +53,8 @@ def look_at_trainer(snapshot: Snapshot, trainer: Any, packages: frozenset[str]) 
             _look_at(
                 snapshot, SettingsCell(f"{NAME}.lr_schedulers[{n}] ({m})", schedule, vars(schedule), ["optimizer"])
             )
-    for name in sorted(LOADERS.keys() & snapshot.words):  # a dataset of two loaders has one name, on all ranks
-        for n, loader in enumerate(tree_leaves(getattr(trainer, name, None))):
-            dataset = getattr(loader, "dataset", None)
-            if is_users_code(type(dataset).__module__, packages):
-                snapshot.add(f"{NAME}.{name}[{n}].dataset", dataset)
-    if "callbacks" in snapshot.words:
-        for n, callback in enumerate(trainer.callbacks):
-            if is_users_code(type(callback).__module__, packages):
-                snapshot.add(f"{NAME}.callbacks[{n}]", callback)
-    if "datamodule" in snapshot.words and getattr(trainer, "datamodule", None) is not None:
-        snapshot.add(f"{NAME}.datamodule", trainer.datamodule)
+    for name, held_there in named_of_trainer(trainer, snapshot.words, packages):
+        snapshot.add(f"{NAME}.{name}", held_there)
 
 
 def _look_at(snapshot: Snapshot, cell: MappingCell) -> None:

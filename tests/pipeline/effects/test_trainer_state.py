@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import compare, kept, trainer
 
 
@@ -95,4 +96,61 @@ def _rated(strategy: Any = None) -> Any:
 def test_a_rate_that_is_a_tensor_is_one_devices(pool: Pool, microbatches: int) -> None:
     one = _rated()
     for rank in pool.run(2, _rated, PipelineParallelStrategy(2, microbatches=microbatches)):
+        assert not compare(one, rank)
+
+
+class Record:
+    """Of a batch."""
+
+    def __init__(self) -> None:
+        self.seen, self.losses = 0, list[float]()
+
+
+class Records(Data):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records = [Record() for _ in range(4)]
+        self.by_batch = {number: {"seen": torch.zeros(1)} for number in range(4)}
+
+
+class Recording(Net):
+    """Its step writes into what lists and dicts of its data module and a callback hold, and goes by that."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        t: Any = self.trainer
+        record, noted, seen = t.datamodule.records[batch_idx], t.callbacks[0].noted[0], t.datamodule.by_batch[batch_idx]
+        record.seen += 1
+        noted.append(batch_idx)
+        seen["seen"] += 1
+        loss = self.b(self.a(batch)).square().mean() * (record.seen + len(noted) + seen["seen"].sum())
+        record.losses.append(loss.item())
+        return loss
+
+
+class Notes(Callback):
+    def __init__(self) -> None:
+        self.noted: list[list[int]] = [[]]
+
+
+def _recorded(strategy: Any = None) -> Any:
+    data, notes, module = Records(), Notes(), Recording()
+    t = trainer([notes], must_split=False, max_epochs=2, **({} if strategy is None else {"strategy": strategy}))
+    t.fit(module, datamodule=data)
+    records = [(x.seen, x.losses) for x in data.records]
+    held = [records, data.by_batch, notes.noted]
+    return held, {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@slow("strategy1")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        PipelineParallelStrategy(2, microbatches=1),
+        PipelineParallelStrategy(2, microbatches=2),
+        TensorParallelStrategy(2),
+    ],
+)
+def test_what_a_step_writes_into_what_these_hold_is_one_devices(pool: Pool, strategy: Any) -> None:
+    one = _recorded()
+    for rank in pool.run(2, _recorded, strategy):
         assert not compare(one, rank)
