@@ -229,7 +229,7 @@ class StagesPart(Part):
             self._unverified = engine.skips  # then there was nothing to compare
         with held_refused(loggers_of(module)):
             result = engine.train(step, self.spread.microbatches, named, scale, key, ahead)
-        self._late = LateWrites(module, held) if self.storage is None else None
+        self._late = LateWrites(module, held, engine.programs.read_in_backward)
         return result
 
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:

@@ -32,6 +32,26 @@ def function_of(kind: type) -> type | None:
     return getattr(kind, "_forward_cls", None)
 
 
+def is_known_node(node: Any) -> bool:
+    """Whether ``node`` is of a function of torch's own, of which `kept_by_node` tells; those that others have written
+    in C++ have a class in common."""
+    return type(node).__name__ != "CppFunction"
+
+
+def kept_by_node(node: Any) -> list[Tensor] | None:
+    """The tensors that a node of a function of torch's own keeps for backward; None where it does not give them, as one
+    that was written into since."""
+    found: list[Tensor] = []
+    try:
+        for name in dir(type(node)):
+            if name.startswith("_saved_"):
+                value = getattr(node, name)
+                found += [x for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, Tensor)]
+    except RuntimeError:
+        return None
+    return found
+
+
 def gathered_by(node: Any) -> list[tuple[Tensor, int]]:
     """The parts of stored weights of which a node of a function that gathers them made the wholes, each with the number
     of that."""

@@ -21,6 +21,8 @@ from lightning_par.private.graph import (
     function_of,
     gathered_by,
     in_backward,
+    is_known_node,
+    kept_by_node,
     made_by,
     node_of,
     order_of,
@@ -202,3 +204,16 @@ def test_a_node_may_be_moved_in_the_order_in_which_backward_takes_what_is_ready(
 def test_the_function_that_keeps_what_a_region_is_run_again_on_is_known_where_there_is_one() -> None:
     assert (KEEPS_ARGUMENTS is None) == (VERSION >= (2, 13))
     assert KEEPS_ARGUMENTS is None or issubclass(KEEPS_ARGUMENTS, torch.autograd.Function)
+
+
+def test_what_a_node_keeps_for_backward() -> None:
+    weight, bias = torch.ones(2, 3, requires_grad=True), torch.ones(2, requires_grad=True)
+    x = torch.ones(4, 3)
+    node = node_of(torch.nn.functional.linear(x, weight, bias))
+    assert is_known_node(node)
+    memory = {kept.untyped_storage().data_ptr() for kept in kept_by_node(node) or []}
+    assert memory == {x.untyped_storage().data_ptr()}  # nobody asks for its gradient, which the weight is kept for
+    assert kept_by_node(node_of(torch.stack([weight, weight]))) == []
+    result = weight.exp()
+    result.detach().zero_()
+    assert kept_by_node(node_of(result)) is None

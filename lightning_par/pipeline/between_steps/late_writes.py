@@ -6,7 +6,7 @@ were. Torch itself refuses a write that it counts where backward needs the weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +23,19 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class LateWrites:
     """Of one training step, into the weights of this rank, by ways that torch does not count.
 
+    Args:
+        module: whose step it is.
+        weights: by name.
+        read: of weights of such names, those that its backward may read.
+
     Example::
 
-        late = LateWrites(module, dict(module.named_parameters()))
+        late = LateWrites(module, dict(module.named_parameters()), lambda names: names)
         late.refuse()
     """
 
-    def __init__(self, module: Any, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: Any, weights: Mapping[str, Tensor], read: Callable[[list[str]], list[str]]) -> None:
+        self._read = read
         watchers = (module, *module.trainer.callbacks)
         methods = [module.optimizer_zero_grad, *(getattr(x, name) for x in watchers for name in _HOOKS)]
         weights = {} if all(map(is_lightnings, methods)) else weights
@@ -51,14 +57,18 @@ class LateWrites:
         counts, contents = self._now()
         assert contents is not None
         moved = (contents != self._contents).tolist()
-        for name, is_other, now, before in zip(self._names, moved, counts, self._counts, strict=True):
-            if is_other and now == before:
-                raise RuntimeError(
-                    f"{name!r} was written into through `.data` between the training step and its backward, as in "
-                    f"{' or '.join(_HOOKS)}: on one device the backward reads the new values, and those of the stages "
-                    "of a pipeline have run already. Write in on_train_batch_start or on_train_batch_end, or under "
-                    "torch.no_grad() without `.data`, where torch says whether the backward needs what was there."
-                )
+        uncounted = (
+            name
+            for name, is_other, now, before in zip(self._names, moved, counts, self._counts, strict=True)
+            if is_other and now == before
+        )
+        for name in self._read([*uncounted]):
+            raise RuntimeError(
+                f"{name!r} was written into through `.data` between the training step and its backward, as in "
+                f"{' or '.join(_HOOKS)}: on one device the backward reads the new values, and those of the stages "
+                "of a pipeline have run already. Write in on_train_batch_start or on_train_batch_end, or under "
+                "torch.no_grad() without `.data`, where torch says whether the backward needs what was there."
+            )
 
 
 def _sum_of_words(x: Tensor) -> Tensor:

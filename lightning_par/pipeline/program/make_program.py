@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.plan.stage_ranges import Cut
+from lightning_par.pipeline.program.backward_reads import BackwardReads
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_metric_call
 from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -80,6 +81,7 @@ def make_program(
         last_buffers=frozenset(b for path in run.homes for b, _ in _named_buffers(step.module, path)) - elsewhere,
         casts_once=max(run.casts.values(), default=1) == 1,
         hooked_later=_hooked_later(run, cut.starts),
+        backward_reads=BackwardReads(run, loss) if step.grad else None,
     )
 
 

@@ -23,6 +23,7 @@ from lightning_par.trial.large_values import is_large
 from lightning_par.trial.memo import Memo
 
 if TYPE_CHECKING:
+    from lightning_par.pipeline.program.backward_reads import BackwardReads
     from lightning_par.pipeline.program.routes import Routes
 
 Shares = tuple[tuple[bool, ...], tuple[bool, ...]]
@@ -188,6 +189,7 @@ class Program:
             that object.
         local_events: what events came to on plain tensors; see `lightning_par.pipeline.run.local_events`.
         shapes: of a microbatch's part of what units returned, by event and microbatch.
+        backward_reads: which weights its backward reads, where it has one.
         drawing: stages whose units draw from torch's global generators, which no trial has shown.
     """
 
@@ -231,6 +233,7 @@ class Program:
     guards: frozenset[int] = frozenset()
     local_events: Memo[Any, Any] = field(default_factory=Memo)
     shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    backward_reads: BackwardReads | None = None
     drawing: set[int] = field(default_factory=set)
 
     @cached_property

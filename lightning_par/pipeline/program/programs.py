@@ -76,6 +76,12 @@ class Programs:
         """Whether the code of a step looks at gradients, as far as known."""
         return any(program.reads_gradients for known in self.made.values() for program in known)
 
+    def read_in_backward(self, names: list[str]) -> list[str]:
+        """Those of the weights of these names that the backward of a step may read, as far as known."""
+        programs = (program for known in self.made.values() for program in known)
+        found = {name for p in programs if p.backward_reads is not None for name in p.backward_reads.among(names)}
+        return [name for name in names if name in found]
+
     def prepare(self, step: Step, microbatches: int) -> Prepared:
         """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
         samples = step.samples
