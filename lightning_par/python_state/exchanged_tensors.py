@@ -10,6 +10,7 @@ from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.mappings import MappingCell
 from lightning_par.python_state.cells.sequences import SequenceCell
 from lightning_par.python_state.found import ATOMS, Found
+from lightning_par.python_state.lent_tensors import lends_in
 from lightning_par.python_state.reachable import Reach
 
 _KNOWN = ATOMS | {Tensor}
@@ -37,8 +38,8 @@ def exchange(reach: Reach, cell: Cell) -> bool:
     if not cell.renew(_KNOWN):
         return False
     after = _held(cell)
-    lends = reach.lends_in(cell, len(after))
-    if lends is not reach.lends_in(cell, len(before)):
+    lends = lends_in(cell, len(after), id(cell) in reach.buffers)
+    if lends is not lends_in(cell, len(before), id(cell) in reach.buffers):
         return False
     gone = [(key, x) for key, x in before.items() if after.get(key) is not x]
     came = [(key, x) for key, x in after.items() if before.get(key) is not x]

@@ -1,10 +1,12 @@
-"""Arrays and tensors that are too large to be copied for every run of a step, which may read them alone."""
+"""Arrays and tensors that are too large, or too many, to be copied for every run of a step: it may read them alone."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Iterator
+
+from lightning_par.python_state.lent_tensors import ITEMS, SMALL
 
 _MOST = 8  # names in a message
 
@@ -21,14 +23,15 @@ def reading(locked: list[str]) -> Iterator[None]:
             yield
         except ValueError as error:
             if "read-only" in str(error):
-                raise RuntimeError(too_large(locked)) from error
+                raise RuntimeError(not_copied(locked)) from error
             raise
 
 
-def too_large(places: list[str]) -> str:
+def not_copied(places: list[str]) -> str:
     """What the user is told of state that is not copied."""
     more = f" and {len(places) - _MOST} more" if len(places) > _MOST else ""
     return (
-        f"The step changes a tensor or array in place that is too large to be copied for every run: "
-        f"{', '.join(places[:_MOST])}{more}. Register it as a buffer, or assign a new one."
+        f"The step changes a tensor or array in place of which its runs have no copies: {', '.join(places[:_MOST])}"
+        f"{more}. They have copies of buffers, of other tensors and arrays of up to {SMALL:,} entries, and of tensors "
+        f"in lists and dicts of up to {ITEMS} items. Register it as a buffer, or assign a new one."
     )

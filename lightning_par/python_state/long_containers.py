@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from lightning_par.python_state.cells.cell import Cell
-from lightning_par.python_state.changes import MappingChange
-from lightning_par.python_state.contents import LARGE, LockedCell, unlock
-from lightning_par.python_state.found import Found, HeldTensor
+from lightning_par.python_state.cells.many import ManyCell
+from lightning_par.python_state.contents import LARGE
+from lightning_par.python_state.found import Found
 from lightning_par.python_state.object_kinds import may_change
 
 if TYPE_CHECKING:
@@ -21,46 +21,7 @@ if TYPE_CHECKING:
 
 _MOST, _MOST_OF_MANY = 50_000, 100_000  # objects that are looked into, and of those that are `Found.many` beside them
 _EACH = 32  # elements that cost as much as to look at one array
-_NAME = "what is held of many"
 _WORD = re.compile(r"[^\W\d]\w*")
-
-
-class ManyCell(LockedCell):
-    """Tensors and arrays that are too many to be copied for every run: a run may read them alone."""
-
-    def __init__(self) -> None:
-        super().__init__(_NAME, None)
-        self._tensors: list[str] = []  # names
-        self._arrays: dict[int, tuple[str, np.ndarray[Any, Any]]] = {}
-
-    def place(self, key: Any) -> str:
-        return self._tensors[key]
-
-    def add_tensor(self, reach: Reach, name: str, x: Tensor) -> None:
-        """Nothing may stand in for ``x``, wherever else it is; whether it is written its version tells."""
-        held = reach.tensors.setdefault(id(x), HeldTensor(x))
-        held.lends = False
-        if not held.slots:
-            held.slots.append((self, len(self._tensors)))
-            self._tensors.append(name)
-
-    def add_array(self, name: str, x: np.ndarray[Any, Any]) -> None:
-        self._arrays.setdefault(id(x), (name, x))
-
-    def lock(self) -> None:
-        for _, x in self._arrays.values():
-            x.flags.writeable = False
-
-    def locked(self) -> list[str]:
-        return [name for name, _ in self._arrays.values()]
-
-    def change(self) -> MappingChange | None:  # type: ignore[override]
-        inplace = self.inplace()
-        return MappingChange(inplace=inplace) if inplace else None
-
-    def restore(self) -> None:
-        for _, x in self._arrays.values():
-            unlock(x)
 
 
 class LongContainers:
@@ -121,7 +82,7 @@ class LongContainers:
         return True
 
     def _cell(self, reach: Reach) -> ManyCell:
-        cell = reach.cells.setdefault(_NAME, ManyCell())
+        cell = reach.cells.setdefault(ManyCell.NAME, ManyCell())
         assert isinstance(cell, ManyCell)
         return cell
 

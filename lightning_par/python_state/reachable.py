@@ -18,26 +18,21 @@ from lightning_par.private.module_hooks import HOOKS, hooks_on_all
 from lightning_par.private.modules import MODULES, PARAMETERS, buffers_of, parameters_of
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.iterators import IteratorCell
-from lightning_par.python_state.cells.mappings import BodyCell, BuffersCell, MappingCell, is_dunder
+from lightning_par.python_state.cells.mappings import BATCH_NORMS, BodyCell, BuffersCell, MappingCell, is_dunder
 from lightning_par.python_state.cells.names import AttributesCell, NamesCell
-from lightning_par.python_state.cells.sequences import SetCell, TupleCell
+from lightning_par.python_state.cells.sequences import TupleCell
 from lightning_par.python_state.code_names import functions_in, names_of
 from lightning_par.python_state.contents import MethodCacheCell
 from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found, HeldTensor
+from lightning_par.python_state.lent_tensors import is_small, lends_in, may_lend
 from lightning_par.python_state.long_containers import LongContainers
 from lightning_par.python_state.method_caches import caches_of
 from lightning_par.python_state.object_kinds import look_into, may_change
+from lightning_par.python_state.reached_words import ANY_NAME, ReachedWords
 from lightning_par.python_state.user_code import is_called_by_libraries, is_users_code
 
-SMALL = 1 << 16  # elements of a tensor that is copied without a thought
-_ITEMS = 64  # of one container whose tensors get a spare
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _SPOKEN = frozenset("log log_dict print".split())  # a run of a step puts others there
-_STEPS = frozenset("training_step validation_step test_step predict_step forward on_before_batch_transfer "
-                   "transfer_batch_to_device on_after_batch_transfer".split())  # fmt: skip
-_ANY_NAME = frozenset("getattr setattr delattr vars eval exec globals attrgetter methodcaller __dict__".split())
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
-                nn.InstanceNorm3d)  # fmt: skip
 _BUILTINS = frozenset(vars(builtins))
 _MODULES = (
     "The step assigns modules or parameters: {places}. Make them in __init__, and write into them. Of a weight keep a "
@@ -87,15 +82,13 @@ class Reach:
         self.names: dict[int, str] = {}
         self.objects: dict[str, Any] = {}
         self.of_modules: set[int] = set()  # ids of the cells of modules
-        self._buffers: set[int] = set()  # of those of their buffers
+        self.buffers: set[int] = set()  # of those of their buffers
         self.uncounted: set[int] = set()  # ids of tensors whose versions don't tell
         self.items_given: list[tuple[str, Tensor, int]] = []  # copies of tensors that iterators will give again
         self.holders: dict[int, TupleCell | IteratorCell] = {}
         self._waiting: deque[Found] = deque()
-        self.long = LongContainers(_ANY_NAME)
-        self._reached: set[str] = set(_STEPS)
-        self._said: set[str] = set()  # the same, but for what only code says that makes an object
-        self._unreached: dict[str, list[Found]] = {}
+        self.long = LongContainers(ANY_NAME)
+        self._words = ReachedWords()
         self._spaces: dict[int, NamesCell] = {}
         self._met: set[int] = set()  # ids of classes
         self._searched: set[int] = set()  # those of libraries' classes
@@ -103,7 +96,7 @@ class Reach:
     @property
     def words(self) -> Set[str]:
         """The names of attributes in the code that was looked at."""
-        return self._reached
+        return self._words.reached
 
     def add(self, name: str, value: Any) -> None:
         """Look into ``value`` and all that it holds."""
@@ -131,7 +124,7 @@ class Reach:
             if type(found.value) not in ATOMS:
                 self._visit(found)
             if not self._waiting:
-                self._waiting.extend(self.long.named_by(self._said))
+                self._waiting.extend(self.long.named_by(self._words.said))
 
     def _visit(self, found: Found) -> None:
         value, key = found.value, id(found.value)
@@ -172,11 +165,11 @@ class Reach:
         if all(type(key) is str for key, _ in items):  # names that are equal on all ranks, whatever came first
             items.sort(key=operator.itemgetter(0))
         if buffers:
-            self._buffers.add(id(cell))
+            self.buffers.add(id(cell))
         if many:
             self._waiting.extend(Found(cell.place(key), x, cell, key, fixed, many) for key, x in items if may_change(x))
             return
-        lends = self.lends_in(cell, len(items))
+        lends = lends_in(cell, len(items), id(cell) in self.buffers)
         if lends is False:
             for key, x in items:
                 if type(x) is Tensor:
@@ -190,13 +183,6 @@ class Reach:
             else:
                 self.wait(cell.place(key), x, cell, key, fixed)
 
-    def lends_in(self, cell: Cell, count: int) -> bool | None:
-        """Whether a copy may stand in for a tensor in ``cell``, of which ``count`` items are no numbers or the like;
-        None where that goes by the tensor."""
-        if id(cell) in self._buffers:
-            return True
-        return False if count > _ITEMS and not isinstance(cell, (BodyCell, NamesCell)) else None
-
     def tensor(self, found: Found, lends: bool | None = None) -> None:
         x, cell = found.value, found.cell
         if id(x) not in self.names:
@@ -206,8 +192,7 @@ class Reach:
             return
         held = self.tensors.setdefault(id(x), HeldTensor(x))
         held.slots.append((cell, found.key))
-        small = x.numel() <= SMALL and not x.requires_grad
-        held.lends &= (small if lends is None else lends) and not isinstance(cell, SetCell) and _lends(cell)
+        held.lends &= (is_small(x) if lends is None else lends) and may_lend(cell)
 
     # ------------------------------------------------------------------------------------------- modules and their code
 
@@ -238,7 +223,7 @@ class Reach:
 
     def _dicts(self, name: str, module: nn.Module) -> None:
         """What a module keeps its buffers, submodules and parameters in."""
-        uncounted = isinstance(module, _BATCH_NORMS)
+        uncounted = isinstance(module, BATCH_NORMS)
         buffers = (BuffersCell if uncounted else MappingCell)(f"{name}._buffers", module, buffers_of(module))
         self.cells[buffers.name] = buffers
         if uncounted:
@@ -276,10 +261,10 @@ class Reach:
                     self.wait(cell.place(key), value, cell, key)
 
     def _method(self, found: Found, name: str, called: bool) -> None:
-        if called or name in self._reached or not self._reached.isdisjoint(_ANY_NAME):
+        if called or self._words.names(name):
             self._waiting.append(found)
         else:
-            self._unreached.setdefault(name, []).append(found)
+            self._words.wait(name, found)
 
     def look_at_function(self, found: Found) -> None:
         """Look at what a function closes over, has as defaults, and names."""
@@ -302,8 +287,7 @@ class Reach:
                 self._space(vars(module), named)
                 inner = (vars(module)[n] for n in named)
                 modules += [m for m in inner if isinstance(m, types.ModuleType) and m not in modules]
-        self._said.update(names.words if function.__name__ != "__init__" else ())
-        self._reach(names.words - self._reached)
+        self._waiting.extend(self._words.add(names.words, makes=function.__name__ == "__init__"))
 
     def _space(self, space: dict[str, Any], names: Collection[str]) -> NamesCell:
         """Globals of a Python module: those that are named somewhere."""
@@ -314,14 +298,3 @@ class Reach:
         for key, value in cell.add(names):
             self.wait(cell.place(key), value, cell, key)
         return cell
-
-    def _reach(self, names: frozenset[str]) -> None:
-        self._reached |= names
-        flushed = self._unreached if not names.isdisjoint(_ANY_NAME) else names & self._unreached.keys()
-        for name in sorted(flushed):
-            self._waiting.extend(self._unreached.pop(name))
-
-
-def _lends(cell: Cell) -> bool:
-    """Whether something else can be put where the cell holds a tensor."""
-    return not isinstance(cell, TupleCell) or bool(cell.holders) and all(_lends(holder) for holder, _ in cell.holders)

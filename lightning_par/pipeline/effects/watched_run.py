@@ -18,7 +18,7 @@ from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Record
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
 from lightning_par.pipeline.effects.watched_state import WatchedState
 from lightning_par.python_state.changes import stored_by
-from lightning_par.python_state.locked_arrays import reading, too_large
+from lightning_par.python_state.locked_arrays import not_copied, reading
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
@@ -131,7 +131,7 @@ class Watch(WatchedState):
         finally:
             overwritten = [place for x in held for place in x.restore()]
         if overwritten:
-            refused.append(too_large(overwritten))
+            refused.append(not_copied(overwritten))
 
     def listening(self, hear: Recorder) -> contextlib.AbstractContextManager[None]:
         """What units log, ask of loggers or give to metrics inside does nothing but be heard.

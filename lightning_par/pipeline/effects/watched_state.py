@@ -18,7 +18,7 @@ from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.contents import CacheCell
-from lightning_par.python_state.locked_arrays import too_large
+from lightning_par.python_state.locked_arrays import not_copied
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.snapshot import Snapshot
@@ -87,7 +87,7 @@ class WatchedState:
         overwritten = [] if state is None else state.restore()
         self.let_go()
         if overwritten:
-            raise RuntimeError(too_large(overwritten))
+            raise RuntimeError(not_copied(overwritten))
 
     def let_go(self) -> None:
         """What changes from now on stays."""

@@ -9,7 +9,7 @@ from operator import is_, is_not, not_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.private.dict_versions import dict_behind
 from lightning_par.python_state.cells.cell import Cell, is_among
@@ -142,6 +142,11 @@ class MappingCell(Cell):
         self.mapping.clear()
         for key, value in entries.items():  # a Counter's update would add
             self.mapping[key] = value
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+               nn.InstanceNorm3d)  # fmt: skip
+"""Modules whose buffers' versions don't tell that they were written."""
 
 
 class BuffersCell(MappingCell):
