@@ -21,7 +21,7 @@ from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.rules.alias import Alias
+from lightning_par.sharded.rules.alias import Alias, read_only
 from lightning_par.sharded.rules.raw_memory import VIEWS, in_memory
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full
@@ -101,7 +101,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     given = map_tensors(whole, (args, kwargs))
     result = func(*given[0], **given[1])
     if isinstance(result, np.ndarray):
-        result.flags.writeable = False  # what is written into a copy would be lost
+        read_only(result)
     strided = [x for x in tensors_in(result) if x.layout == torch.strided]
     memories = {memory_of(x) for x in strided}
     if len(memories) != 1 or not memories <= wholes.keys():  # no view, or views of several

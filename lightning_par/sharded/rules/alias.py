@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -130,8 +131,16 @@ def shown(result: Any, given: dict[int, Alias]) -> Any:
     if isinstance(result, (tuple, list)) and any(isinstance(x, Tensor) for x in result):
         return tree_map(lambda x: shown(x, given), result)
     if type(result) is not Tensor:
-        return result
+        return read_only(result) if given and isinstance(result, np.ndarray) else result
     if id(result) in given:
         return given[id(result)]
     memory = Memory.of(result)
     return result if memory is None or memory.copy is None or memory.copy.apart else Alias(result)
+
+
+def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An ``array`` of numpy of a copy that stands for other memory: what is written into it would be lost, and nobody
+    sees it. One of its own memory, as of another dtype, is one device's."""
+    if not array.flags.owndata:
+        array.flags.writeable = False
+    return array

@@ -22,7 +22,7 @@ from lightning_par.sharded.functions import writes as writes
 from lightning_par.sharded.local_calls import form, repeated_calls
 from lightning_par.sharded.packed_parameters import has_own_functions
 from lightning_par.sharded.rules import raw_memory, several_axes, stored_weights
-from lightning_par.sharded.rules.alias import kept, shown
+from lightning_par.sharded.rules.alias import kept, read_only, shown
 from lightning_par.sharded.rules.gather_report import on_gather as on_gather
 from lightning_par.sharded.rules.gather_report import user_line as user_line
 from lightning_par.sharded.rules.gathered import announce_gather as announce_gather
@@ -78,7 +78,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         RunState.current.wrote()
     names = RunState.current.names
     result = _named(names, func, args, kwargs) if names.on else _shared(func, args, kwargs)
-    return _read_only(result, args) if found is _array else result
+    return _of_parts(result, args) if found is _array else result
 
 
 def _named(names: TensorNames, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,11 +227,10 @@ def _array(func: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _read_only(array: Any, args: tuple[Any, ...]) -> Any:
-    """An ``array`` of a weight that is in parts: what is written into the copy would be lost, and nobody sees it."""
-    if isinstance(array, np.ndarray) and isinstance(args[0], Tensor) and RunState.current.is_of_weight(args[0]):
-        array.flags.writeable = False
-    return array
+def _of_parts(array: Any, args: tuple[Any, ...]) -> Any:
+    """An ``array`` of a weight that is in parts is of a copy."""
+    of_weight = isinstance(array, np.ndarray) and isinstance(args[0], Tensor) and RunState.current.is_of_weight(args[0])
+    return read_only(array) if of_weight else array
 
 
 @rule("is_same_size")
