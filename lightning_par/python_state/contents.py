@@ -99,9 +99,9 @@ class LockedCell(Cell):
     def lock(self) -> None:
         self.owner.flags.writeable = False
 
-    def locked(self) -> list[str]:
-        """The names of the arrays."""
-        return [self.name]
+    def arrays(self) -> list[tuple[str, np.ndarray[Any, Any]]]:
+        """The arrays, with their names."""
+        return [(self.name, self.owner)]
 
     def change(self) -> None:
         return None

@@ -41,7 +41,7 @@ def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_c
     state.cells[HooksCell.NAME] = HooksCell(HookHolders(module))  # a closure removes the module's own
     state.lend(Spares(), as_is, modules=not is_copy)
     try:
-        with reading(state.locked()):
+        with reading([state]):
             yield state
     finally:
         state.restore()

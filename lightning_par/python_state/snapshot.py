@@ -275,9 +275,9 @@ class Snapshot(Reach):
                     "was a copy. Keep such tensors in a list, and count through it: `self.tensors[self.i]`."
                 )
 
-    def locked(self) -> list[str]:
-        """The names of arrays that a run may only read."""
-        return [name for cell in self._of(LockedCell) for name in cell.locked()]
+    def locked(self) -> list[tuple[str, Any]]:
+        """The arrays that a run may only read, with their names."""
+        return [found for cell in self._of(LockedCell) for found in cell.arrays()]
 
     def _of(self, kind: type[_Kind]) -> list[_Kind]:
         """The cells of one kind: most have none, and are asked in every step."""

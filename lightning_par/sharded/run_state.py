@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_par.mesh.axis import Axis
     from lightning_par.mesh.host_files import HostFiles
     from lightning_par.mesh.positions import Positions
+    from lightning_par.python_state.locked_arrays import ReadOnly
 
 
 class RunState:
@@ -61,6 +62,7 @@ class RunState:
         sends_objects: whether a step may send Python's objects to other copies: all ranks run it equally often.
         copies_are_processes: whether a step runs, or a trial of one, to whose code each copy of the model is a process.
         counted_processes: where user code has asked outside of steps how many processes there are.
+        read_only: told of arrays and tensors of one memory, while a step runs that may only read some.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
@@ -96,6 +98,7 @@ class RunState:
         self.any_gradient: Callable[[], bool] = bool
         self.lender: Any = None
         self.shows_memory = False
+        self.read_only: ReadOnly | None = None
         self.of_copies: Callable[[Tensor], Tensor] = self._of_copies
         self.sends_objects = True
         self.copies_are_processes = False

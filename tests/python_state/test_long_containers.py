@@ -97,7 +97,7 @@ def test_many_arrays_that_items_hold_are_read_alone() -> None:
         snapshot.lend(Spares())
         with pytest.raises(ValueError, match="read-only"):
             holds.named[MANY - 1]["x"][0] = 1
-        assert f"self.named[{MANY - 1}]['x']" in snapshot.locked()
+        assert f"self.named[{MANY - 1}]['x']" in dict(snapshot.locked())
         snapshot.restore()
         holds.named[MANY - 1]["x"][0] = views[0][0] = 1
 

@@ -120,7 +120,7 @@ class Watch(WatchedState):
             given.lend(self._spares_of_batch, as_is)
         held = [x for x in (state, given) if x is not None]
         try:
-            with reading([name for x in held for name in x.locked()]):
+            with reading(held, copies=True):
                 yield refused
             if keep:
                 self.made = _made(held)

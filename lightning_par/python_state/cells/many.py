@@ -43,8 +43,8 @@ class ManyCell(LockedCell):
         for _, x in self._arrays.values():
             x.flags.writeable = False
 
-    def locked(self) -> list[str]:
-        return [name for name, _ in self._arrays.values()]
+    def arrays(self) -> list[tuple[str, np.ndarray[Any, Any]]]:
+        return [*self._arrays.values()]
 
     def change(self) -> MappingChange | None:  # type: ignore[override]
         inplace = self.inplace()

@@ -13,6 +13,7 @@ them: `lightning_par.sharded.patches.installed`.
     variables: ``torch.autograd.Variable(x)``
     asserts: ``torch._assert(x, message)``
     scripted_functions: calls of what ``torch.jit.script`` made of a function
+    shared_arrays: ``x.numpy()`` and `torch.from_numpy`, while a step runs
     tensor_grad: ``x.grad``
     looked_at_gradients: ``x.grad``, while gradients are not what one device has
     module_hooks: full backward hooks of modules
@@ -52,6 +53,7 @@ def _for_sharded_tensors() -> Iterable[Patch]:
         checkpointing,
         module_hooks,
         scripted_functions,
+        shared_arrays,
         subclasses,
         tensor_data,
         transforms,
@@ -60,7 +62,7 @@ def _for_sharded_tensors() -> Iterable[Patch]:
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
         module_hooks.patch(), subclasses.patch(), variables.patch(), asserts.patch(), \
-        scripted_functions.patch(), _compiled_graphs()  # fmt: skip
+        scripted_functions.patch(), *shared_arrays.patches(), _compiled_graphs()  # fmt: skip
 
 
 def _for_stored_weights() -> Iterable[Patch]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.trial.code_attributes import TENSORS, Attributes
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
-from tests.helpers.pool import Pool
+from lightning_par.sharded import patches
+from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, loader, metrics, weights
@@ -136,3 +139,56 @@ def test_ranks_tell_what_small_tensors_hold() -> None:
     attributes.hear([told])
     assert attributes.changed_since({TENSORS}) == tuple((place, "[1.0]") for place in told)
     assert [*attributes.tensors.told().values()] == [([1.0], False)]
+
+
+class Arrays(Net):
+    """The step meets what it holds as arrays of numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = torch.zeros(3), torch.zeros(70_000)
+        self.many, self.lots = ([torch.zeros(2) for _ in range(count)] for count in (100, 1100))
+        self.array = np.zeros(70_000)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "small": lambda m: m.small.numpy(),
+    "large": lambda m: m.large.numpy(),
+    "a view": lambda m: m.large[2:].numpy(),
+    "asked by numpy": lambda m: np.asarray(m.large),
+    "one of many": lambda m: m.many[3].numpy(),
+    "one of lots": lambda m: m.lots[1050].numpy(),
+    "of an array": lambda m: torch.from_numpy(m.array),
+    "as a tensor": lambda m: torch.as_tensor(m.array[5:]),
+    "there and back": lambda m: torch.from_numpy(m.large.numpy()),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_arrays_may_be_read_and_not_written(read: str) -> None:
+    module = Arrays()
+    watch = Watch(module, [("", module)])
+    with patches.SHARDED.installed():
+        for runs in (watch.undone, watch.told):
+            with runs():
+                float(READS[read](module).sum())
+                np.asarray(module.large, dtype=np.float64)[:] = 1  # a copy
+            with pytest.raises(RuntimeError, match=r"that its runs may only read: (self\.array, )?self\.\w+"), runs():
+                READS[read](module)[0] += 1
+        between = module.large.numpy()
+        between[0] = 1
+        torch.from_numpy(module.array)[0] = 1
+        assert module.large[0] == module.array[0] == 1
+        assert module.small.numpy().flags.writeable
+
+
+class Writes(Arrays):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.small.numpy()[0] += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_writes_into_an_array_of_a_tensor_is_refused(pool: Pool) -> None:
+    """Each run of it would, or none that counts."""
+    with pytest.raises(RanksFailedError, match=r"may only read: (self\.array, )?self\.small"):
+        pool.run(2, _fit, Writes)
