@@ -18,10 +18,8 @@ from lightning_par.sharded.run_state import RunState
 
 
 def patches() -> tuple[Replacement, ...]:
-    return Replacement(Tensor, "numpy", _array_of), *(Replacement(torch, name, _tensor_of) for name in _NAMES)
-
-
-_NAMES = ("from_numpy", "as_tensor")
+    """Not of `torch.as_tensor`, which `torch.jit.script` knows by what it is."""
+    return Replacement(Tensor, "numpy", _array_of), Replacement(torch, "from_numpy", _tensor_of)
 
 
 def _array_of(plain: Any, use: Use) -> Any:
