@@ -210,7 +210,10 @@ class ShardedTensor(KeepsClass, LocalAutograd):
             self.set_own_data(value)
 
     def set_own_data(self, value: Tensor) -> None:
-        """``data = value``, told to nobody."""
+        """``data = value``, told to no mode."""
+        lender = RunState.current.lender
+        if lender is not None and lender.set_data(self, value, sys._getframe(1)):
+            return
         with DisableTorchFunction():
             self._local.data, shares = self._own_part(value)
             if type(self) is ShardedTensor:  # of another dtype, say, as after `module.double()`

@@ -21,12 +21,14 @@ from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import copied
 from lightning_par.pipeline.between_steps.replicas_alone import Lying, looked_at
 from lightning_par.pipeline.between_steps.send_away import away_of
-from lightning_par.pipeline.between_steps.weight_reads import sent
+from lightning_par.pipeline.between_steps.weight_reads import sent, values_here
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import is_shared, memory_of
+from lightning_par.sharded.aliases import innermost
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.rules.gather_report import user_line
+from lightning_par.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
@@ -42,8 +44,9 @@ class _Replica:
     current: Callable[[], Tensor | None]  # the weight or gradient, where it is
     kind: Kind
     memory: int  # of what was given
-    lies: int | None  # where the weight or gradient itself lies since; None where it does not lie in what was given
+    lies: int | None  # where the weight or gradient itself lies since; None where it does not follow what was given
     given: Tensor | None  # None where the weight or gradient itself has its memory
+    is_cut: bool  # whether this rank has a part of the weight, in memory that follows that of what was given
     place: _Place | None
 
 
@@ -61,7 +64,6 @@ class Replicas:
         self._owner, self._axis = owner, owner.axis
         self._noted: dict[tuple[str, object], _Replica] = {}
         self._taken: dict[object, str] = {}  # by the memory of a copy, the first weight that has it now
-        self._of_parts: dict[str, Tensor] = {}  # what the data of weights was set to, of which no rank has all
         self._away: list[object] = []  # memory of copies that weights on other ranks have now
         self._left: set[tuple[str, object]] = set()  # of what is noted: what was given other memory since, on all ranks
 
@@ -77,19 +79,23 @@ class Replicas:
             given, value = None, value if value.here is None else value.here
         elif self._owner.is_weight(value):
             given = self._shared(name, value)
-        plain = _plain(given if given is None else value)  # before what is set has the weight's values
-        type(x)._plain.data.__set__(x, value if given is None or not is_elsewhere(value) else given)
+        plain = self.lying(given if given is None else value)  # before what is set has the weight's values
+        self._set(x, value if given is None or not is_elsewhere(value) else given)
         held, key = weakref.ref(x), ("data", id(x))
-        if name in self._owner.in_parts:
-            if isinstance(given, Tensor) and not is_elsewhere(given):
-                self._of_parts[name] = given.data
-        elif isinstance(given, Tensor):
+        if isinstance(given, Tensor):
             self._note(key, name, lambda: None if is_elsewhere(held()) else held(), value, plain)
         elif key in self._noted:
             self._left.add(key)
 
-    def set_gradient(self, name: str, value: Any) -> None:
-        """``value`` was made the gradient of the parameter ``name``, or its ``data``.
+    def _set(self, x: Any, value: Any) -> None:
+        if isinstance(x, ShardedTensor):
+            with self._owner.unseen():
+                x.set_own_data(value)
+        else:
+            type(x)._plain.data.__set__(x, value)
+
+    def set_gradient(self, name: str, value: Any, lies: Tensor | None) -> None:
+        """``value``, which ``lies`` there, was made the gradient of the parameter ``name``, or its ``data``.
 
         Raises:
             NotImplementedError: it is the gradient of a parameter on other ranks.
@@ -97,9 +103,18 @@ class Replicas:
         if isinstance(value, Gradient):
             self._refuse_others("grad", name, value.of)
         elif isinstance(value, Tensor) and not self._owner.is_weight(value):
-            self._note(("grad", name), name, lambda: self._owner.held(name), value, _plain(value))
+            self._note(("grad", name), name, lambda: self._owner.held(name), value, lies)
         else:
             self.leave([name])
+
+    @staticmethod
+    def lying(x: Any) -> Tensor | None:
+        """Another tensor in the memory of ``x``, where this rank has that; to be asked before a weight or gradient is
+        set to ``x``, which has the values of that from then on."""
+        if not isinstance(x, Tensor) or isinstance(x, Gradient) or is_elsewhere(x):
+            return None
+        with DisableTorchFunctionSubclass():
+            return x.data
 
     def leave(self, names: Iterable[str]) -> None:
         """The gradients of these parameters are no more what they were set to, on any rank."""
@@ -147,9 +162,11 @@ class Replicas:
     ) -> None:  # fmt: skip
         with DisableTorchFunctionSubclass():
             here = current()
-            memory = memory_of(here if here is not None and plain is None else given)
-            own = here is not None and memory_of(here) == memory
-            lies = memory_of(here) if here is not None and (own or _is_mirrored(here, plain)) else None
+            memory = memory_of(innermost(here if here is not None and plain is None else given))
+            own = here is not None and memory_of(innermost(here)) == memory
+            is_cut = not own and isinstance(here, ShardedTensor) and plain is not None
+            follows = own or is_cut or _is_mirrored(here, plain)
+            lies = memory_of(innermost(here)) if here is not None and follows else None
             place = None if plain is None else _place(plain)
         for other in self._noted.values() if key[0] == "data" else ():
             if other.name != name and _overlap(place, other.place):
@@ -157,7 +174,7 @@ class Replicas:
         source = self._owner.sources[name]
         self._left.discard(key)
         kept = None if own else plain
-        self._noted[key] = _Replica(name, source, current, kind_of(given), memory, lies, kept, place)
+        self._noted[key] = _Replica(name, source, current, kind_of(given), memory, lies, kept, is_cut, place)
 
     def _refuse_others(self, what: str, name: str, other: str) -> None:
         ranks, others = self._owner.holders_of(name), self._owner.holders_of(other)
@@ -168,23 +185,11 @@ class Replicas:
             )
 
     def refresh(self) -> None:
-        """Give all replicas the values of now. All ranks must call it; without replicas nothing is sent.
-
-        Raises:
-            NotImplementedError: something looks at a tensor that was made the data of a weight in parts.
-        """
-        of_parts, self._of_parts = self._of_parts, {}
-        for name in of_parts:
-            if is_shared(of_parts[name]):
-                raise NotImplementedError(
-                    f"The `data` of {name!r} was set to a tensor that is kept, which has its values from then on. They "
-                    f"are on another stage of the pipeline, split there over the {self._owner.in_parts[name]} axis: no "
-                    "rank has all of them. Set it to a `clone()`."
-                )
+        """Give all replicas the values of now. All ranks must call it; without replicas nothing is sent."""
         if not self._noted:
             return
         noted = [*self._noted.items()]
-        mine = [(self._has_memory(x), x.given is not None and is_shared(x.given)) for _, x in noted]
+        mine = [(self._has_memory(x), x.given is not None and not x.is_cut and is_shared(x.given)) for _, x in noted]
         told = self._axis.all_gather_object(mine, "weights")
         stay = [told[x.source][i][0] and any(its[i][1] for its in told) for i, (_, x) in enumerate(noted)]
         for (key, x), stays in zip(noted, self._stay_alone() if self._axis.dry else stay, strict=True):
@@ -205,7 +210,9 @@ class Replicas:
         stays = here is not None
         if self._axis.rank not in holders:
             stays = key not in self._left and (key[0] == "data" or self._gradients_stay())
-        return Lying(holders, x.memory, x.given, here if x.lies == x.memory else None, stays)
+        return Lying(
+            holders, x.memory, x.given, here if x.lies == x.memory else None, stays, x.name in self._owner.in_parts
+        )
 
     def _gradients_stay(self) -> bool:
         """Whether gradients of other ranks are what they were set to: as those here are, if some were set."""
@@ -215,24 +222,17 @@ class Replicas:
 
     def _has_memory(self, x: _Replica) -> bool:
         here = x.current()
-        return here is not None and memory_of(here) == x.lies
+        return here is not None and memory_of(innermost(here)) == x.lies
 
     def _send(self, x: _Replica) -> None:
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            values = send_to_all(x.current(), x.kind, x.source, self._axis, "weights")
-            if x.given is not None:
+            here = values_here(x.current()) if self._axis.rank == x.source else None
+            values = send_to_all(here, x.kind, x.source, self._axis, "weights")
+            if x.given is not None and not x.is_cut:
                 x.given.copy_(values)
 
 
-def _plain(x: Any) -> Tensor | None:
-    """Another tensor in the memory of ``x``, where this rank has that."""
-    if not isinstance(x, Tensor) or is_elsewhere(x):
-        return None
-    with DisableTorchFunctionSubclass():
-        return x.data
-
-
-def _is_mirrored(here: Tensor, given: Tensor | None) -> bool:
+def _is_mirrored(here: Tensor | None, given: Tensor | None) -> bool:
     """Whether ``given``, which has values, was made the memory of what has none, as weights in a dry run: of a fake."""
     return isinstance(here, FakeTensor) and given is not None and not isinstance(given, FakeTensor)
 

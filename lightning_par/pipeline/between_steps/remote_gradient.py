@@ -210,16 +210,20 @@ def _counted(x: Gradient) -> Tensor:
 
 def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
     given = rest[0] if name == "__set__" else None
+    lies = None if x.owner.is_weight(given) else x.owner.replicas.lying(given)  # before it has the gradient's values
     rest, kwargs = x.owner.present(name, (rest, kwargs), x.of)
     if x.here is not None:
         with x.owner.unseen():  # what is written on some ranks alone
-            func(x.here, *rest, **kwargs)
+            if name == "__set__" and getattr(func.__self__, "__name__", "") == "data":
+                x.here.data = rest[0]  # in its own class' way
+            else:
+                func(x.here, *rest, **kwargs)
     elif name in FILLS or not writes_into(name):  # the generators of all ranks stay equal
         func(x.empty(), *rest, **kwargs)
     if name != "__set__":
         x.owner.replicas.refresh()
     else:
-        x.owner.replicas.set_gradient(x.of, given)
+        x.owner.replicas.set_gradient(x.of, given, lies)
     return None if name in ("__setitem__", "__set__") else x
 
 

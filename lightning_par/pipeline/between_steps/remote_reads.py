@@ -54,6 +54,8 @@ class JointGradients:
         meeting: of the axis' ranks.
 
     Attributes:
+        parameters: that some ranks alone hold, by name.
+        in_parts: of these, the axis over which one is kept in parts where it is.
         alone: which gradients other ranks have, where they can't tell.
         buffers_alone: what their buffers hold, likewise.
 
@@ -76,25 +78,22 @@ class JointGradients:
         self._spread = spread = SpreadWeights(self, module, placement, axis)
         self.name_of, self.spread_name, self.is_weight = spread.name_of, spread.spread_name, spread.is_weight
         self.is_itself, self.show, self.recast = spread.is_itself, spread.show, spread.recast
-        self._parameters = spread.parameters
+        self.parameters = spread.parameters
         self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
-        self.alone, self.buffers_alone = GradientsAlone(self._parameters), BuffersAlone(spread.buffer_name)
+        self.alone, self.buffers_alone = GradientsAlone(self.parameters), BuffersAlone(spread.buffer_name)
         self._plain, self._unseen = 0, 0
         self.updates = False  # whether a step updates weights, by calls that are the same on all ranks
         self.needed: tuple[int, ...] | None = None  # who needs what such a call makes, where that is known
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
-        mine = [(name, p.axis.name) for name, p in self._parameters.items() if isinstance(p, ShardedTensor)]
+        mine = [(name, p.axis.name) for name, p in self.parameters.items() if isinstance(p, ShardedTensor)]
         told = axis.all_gather_object(mine, "names of weights in parts")
         self.in_parts = {name: over for theirs in told for name, over in theirs}
         self._optimizers = AdoptedOptimizers(self)
         self._state = RunState.current
-        self._state.any_gradient = self._holds_any
+        self._state.any_gradient = lambda: any(held_here(p) is not None for p in self.parameters.values())
         self._has_parts = bool(mine)
         self._show()
-
-    def _holds_any(self) -> bool:
-        return any(held_here(p) is not None for p in self._parameters.values())
 
     def close(self) -> None:
         """Let every parameter and optimizer be what it was. No communication."""
@@ -195,6 +194,13 @@ class JointGradients:
         if self.shows and self.is_weight(x) and user_of(frame) is not None:
             self.show(copied, self.name_of(x), copied=object())
 
+    def set_data(self, x: Tensor, value: Any, frame: types.FrameType) -> bool:
+        """The code of ``frame`` sets the ``data`` of ``x``, of which this rank has a part; whether that is done."""
+        shown = self.shows and self.is_weight(x) and not in_backward() and user_of(frame) is not None
+        if shown:
+            self.replicas.set_data(x, value)
+        return shown
+
     def holders_of(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a spread parameter."""
         return self._holders[name]
@@ -232,6 +238,7 @@ class JointGradients:
             self._known = self._known - {name} if value is None else self._known | {name}
         if self.is_weight(value) and not {*self._holders[name]} <= {*self._holders[self.name_of(value)]}:
             value = sent(self, "grad", value)
+        lies = None if self.is_weight(value) else self.replicas.lying(value)
         if here:
             held = plain(value) if isinstance(value, Weight) else value  # as torch.ones_like(weight)
             held = held.here if isinstance(held, Gradient) else held
@@ -239,11 +246,11 @@ class JointGradients:
             hold(parameter, held.detach() if self.axis.dry and held is value and held is not None else held)
         else:
             refuse_misfit(parameter, value)
-        self.replicas.set_gradient(name, value)
+        self.replicas.set_gradient(name, value, lies)
 
     def held(self, name: str) -> Tensor | None:
         """The gradient of the parameter ``name``, where it is."""
-        return held_here(self._parameters[name])
+        return held_here(self.parameters[name])
 
     def read(self, parameter: Tensor, frame: types.FrameType) -> Tensor | None:
         """``parameter.grad`` in the code of ``frame``."""
@@ -270,8 +277,8 @@ class JointGradients:
         """The names of the parameters that have a gradient, on any rank."""
         if self._known is None:
             self.meet("looked which parameters have gradients")
-            first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
-            mine = [name for name in first if held_here(self._parameters[name]) is not None]
+            first = [name for name in self.parameters if self.sources[name] == self.axis.rank]
+            mine = [name for name in first if held_here(self.parameters[name]) is not None]
             told = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
             self._known = self.alone.names() if self.axis.dry else told
         return self._known

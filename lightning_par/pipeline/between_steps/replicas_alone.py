@@ -22,6 +22,7 @@ class Lying:
         given: what is kept of it here; None where the weight itself has its memory.
         here: the weight or gradient, where this rank has it and it lies in that memory.
         stays: whether it does so on the ranks that hold it.
+        is_cut: whether these have parts of the weight, each in memory of its own, and keep what was given, too.
     """
 
     holders: tuple[int, ...]
@@ -29,6 +30,7 @@ class Lying:
     given: Tensor | None
     here: Tensor | None
     stays: bool
+    is_cut: bool = False
 
 
 def looked_at(lying: Sequence[Lying], ranks: int) -> list[bool]:
@@ -53,7 +55,9 @@ def looked_at(lying: Sequence[Lying], ranks: int) -> list[bool]:
         for i in same:
             away = [rank for rank in range(ranks) if rank not in lying[i].holders]
             others = [lying[j] for j in same if j != i]
-            found[i] = bool(away) and (by_user or any(x.stays or not {*away} <= {*x.holders} for x in others))
+            found[i] = bool(away) and (
+                by_user or any(x.stays or x.is_cut or not {*away} <= {*x.holders} for x in others)
+            )
     return found
 
 

@@ -165,7 +165,7 @@ def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
     """The values of ``x`` for the function ``name``, in memory of their own. All ranks must call it."""
     of = owner.name_of(x)
     owner.meet(f"called `{name}` on the weight {of!r} between two steps")
-    here = _values_here(x) if owner.sources[of] == owner.axis.rank else None
+    here = values_here(x) if owner.sources[of] == owner.axis.rank else None
     values = send_to_all(here, kind_of(x), owner.sources[of], owner.axis, "weights")
     if owner.axis.dry and owner.sources[of] != owner.axis.rank:
         known = owner.buffers_alone.value(x)
@@ -173,7 +173,7 @@ def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
     return _laid_as(x, values.to(x.device, copy=here is not None))
 
 
-def _values_here(x: Any) -> Tensor:
+def values_here(x: Any) -> Tensor:
     """The values of a weight that is here, or in parts on the ranks of this one's stage: all of these call it."""
     if not isinstance(x, ShardedTensor | Alias):
         return plain(x)  # type: ignore[no-any-return]
@@ -206,7 +206,7 @@ def _hash(owner: JointGradients, x: Tensor) -> bytes | None:
     """Equal for equal values; None where they aren't known, and where one is no number."""
     if is_elsewhere(x):
         return None
-    values = _values_here(x).cpu() + 0  # of -0.0, too
+    values = values_here(x).cpu() + 0  # of -0.0, too
     if bool(torch.isnan(values).any()):
         return None
     return hashlib.blake2b(raw_bytes(values.contiguous()).numpy().tobytes()).digest()

@@ -13,7 +13,7 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.modes import DisableTorchFunctionSubclass
-from lightning_par.private.tensors import set_data, view_base
+from lightning_par.private.tensors import view_base
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
@@ -162,7 +162,7 @@ def _resolve(func: Any) -> Rule | None:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _attribute(getattr(func.__self__, "__name__", ""))
-    if func == set_data:
+    if name == "__set__" and getattr(func.__self__, "__name__", "") == "data":  # torch's, or what has replaced it
         return _set_data
     module = getattr(func, "__module__", None) or ""
     # torch.fft and torch.special reuse names for other functions; torch.nn.init draws what one device would.

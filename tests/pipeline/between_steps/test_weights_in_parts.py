@@ -90,6 +90,46 @@ class Changes(Reads):
             self.seen += [row.abs().max(), p.abs().max()]
 
 
+class SharesGradients(Reads):
+    """What gradients were set to is kept, and follows what the clip writes into them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        given = [torch.arange(p.numel(), dtype=p.dtype).reshape(p.shape) for p in self.parameters()]
+        for n, (p, values) in enumerate(zip(self.parameters(), given, strict=True)):
+            assert p.grad is not None
+            if n % 2:
+                p.grad = values
+            else:
+                p.grad.data = values
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.seen += [x.clone() for x in given]
+
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+class SharesData(Reads):
+    """What weights were set to is kept, and moves as these are trained."""
+
+    def on_train_start(self) -> None:
+        self.given = [torch.linspace(-0.5, 0.4, p.numel(), dtype=p.dtype).reshape(p.shape) for p in self.parameters()]
+        for p, values in zip(self.parameters(), self.given, strict=True):
+            p.data = values
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += [x.clone() for x in self.given]
+
+
+class SharesVector(Reads):
+    """Weights are views of one vector, which nobody keeps, and of one that is kept."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        vector = torch.nn.utils.parameters_to_vector(self.parameters()).detach() * 0.9
+        torch.nn.utils.vector_to_parameters(vector, self.parameters())
+        if not self.seen:
+            self.kept = vector
+        self.seen.append(self.kept.clone())
+
+
 def _fit(kind: type[Reads], strategy: dict[str, Any]) -> Any:
     module = kind()
     spread = {} if int(os.environ["WORLD_SIZE"]) == 1 else {"strategy": HybridParallelStrategy(**strategy)}
@@ -105,8 +145,8 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@slow(but=["fsdp-Copies"])
-@pytest.mark.parametrize("kind", [Reads, Keeps, Copies, Changes])
+@slow(but=["fsdp-Copies", "tensor-SharesGradients", "fsdp-SharesData"])
+@pytest.mark.parametrize("kind", [Reads, Keeps, Copies, Changes, SharesGradients, SharesData, SharesVector])
 @pytest.mark.parametrize("parts", PARTS)
 def test_what_is_read_is_one_devices(pool: Pool, parts: str, kind: type[Reads]) -> None:
     check(pool, _fit, kind, PARTS[parts], world=4)
