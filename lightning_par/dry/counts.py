@@ -113,17 +113,22 @@ class CountMixin:
         self.found = Counts()
         self._open: Any = None
         self._begun = 0  # steps before it
+        self._kept = False  # whether it is noted what lived before
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.found.parameters = sum(map(_bytes, _held(module)))
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def come(self, trainer: Any) -> None:
+        """A batch is about to be moved to the device, and sent to the ranks of its replica."""
         if self._open is None and trainer.global_step:
             self._begun = trainer.global_step
-            live = trainer.strategy.live
-            self.found.kept = live.peak = live.now
             self._open = ledger()
             self.moved = self._open.__enter__()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self._open is not None and not self._kept:
+            self._kept, live = True, trainer.strategy.live
+            self.found.kept = live.peak = live.now
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         held = _held(module)

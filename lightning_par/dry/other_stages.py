@@ -6,6 +6,7 @@ alone: a step of the same optimizer on what stands for that parameter makes one 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -123,6 +124,16 @@ class OtherStages:
                 mine = {} if state is None else {(number,): None, **{(number, key): x for key, x in state.items()}}
             self._tell(told, self.holders(name), mine)
         return told
+
+    def in_parts(self, parameters: Mapping[str, Any]) -> dict[str, str]:
+        """Over which axis each of these ``parameters`` is kept in parts where it is, by name; none of the others."""
+        found = {}
+        for name, p in parameters.items():
+            with contextlib.suppress(UntoldError):
+                there = self._stand_in(p) if is_elsewhere(p) else p
+                if isinstance(there, ShardedTensor):
+                    found[name] = there.axis.name
+        return found
 
     def _nothing(self) -> list[Told]:
         return [{} for _ in range(self.groups.pipeline.size)]

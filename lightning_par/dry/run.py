@@ -7,6 +7,7 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -118,6 +119,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
             callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, use_distributed_sampler=False,
         )  # fmt: skip
+        strategy.comes = partial(count.come, trainer)
         data: Any = _Again(given.batch, asked.accumulated * _STEPS + 1)
         loader = DataLoader(data, batch_size=None)
         with _without_values(built, count.found):

@@ -48,10 +48,12 @@ class DryMixin(_Base):
     """Plans on real values, as the batch's, and trains on fakes: nobody is waited for, asked or watched.
 
     Attributes:
+        comes: called before a batch comes.
         stack: what was entered when the fakes began; to be closed after the run.
         live: bytes of the fakes.
     """
 
+    comes: Callable[[], None]
     stack: contextlib.ExitStack
     live: LiveBytes
     _fakes: FakeTensorMode | None = None
@@ -95,7 +97,10 @@ class DryMixin(_Base):
             self._fake = torch.empty(())
 
     def _tell_alone(self, asks: JointGradients) -> None:
-        """What other stages would tell of their gradients, optimizers and buffers."""
+        """What other stages would tell of their weights, gradients, optimizers and buffers."""
+        stages = self._other_stages()
+        assert stages is not None
+        asks.in_parts = stages.in_parts(asks.parameters)
         asks.alone.expected, asks.alone.state_of, asks.buffers_alone.values = (
             self._trained,
             self._state_of,
@@ -115,6 +120,7 @@ class DryMixin(_Base):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The batch is real, and has its values; what meets weights has none."""
+        self.comes()
         if self._fakes is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         with unset_fake_temporarily():

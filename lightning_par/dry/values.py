@@ -24,7 +24,7 @@ from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.operators import Operator
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded.functions import operator_of
-from lightning_par.trial.known_values import forget, is_known
+from lightning_par.trial.known_values import count_write, forget, is_known
 from lightning_par.trial.large_values import on_fakes, stays_small
 
 _STEPS = frozenset(kind.__init__.__module__ for kind in BY_PARAMETER)  # classes may name another
@@ -67,13 +67,16 @@ class KnownValues(TorchDispatchMode):
             if not stays_small(func, args, kwargs, given):
                 return on_fakes(func, args, kwargs)
             with unset_fake_temporarily():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                _count_writes(func, written_by(func, args, kwargs))
+                return result
         if _reads(func) and _steps_optimizer(sys._getframe(1)):
             return 1.0 if given[0].is_floating_point() else 1
         result = self._of_fakes(func, args, kwargs)
-        for x in _written(func, args, kwargs, given):
-            if not is_elsewhere(x):  # whose memory nobody is to be asked for
-                forget(x)
+        written = [x for x in _written(func, args, kwargs, given) if not is_elsewhere(x)]  # that have memory
+        for x in written:
+            forget(x)
+        _count_writes(func, written)
         return result
 
     def _are_others(self, given: list[Tensor]) -> bool:
@@ -120,6 +123,12 @@ def _is_on_meta(x: Tensor) -> bool:
 
 def _have_values(given: list[Tensor]) -> bool:
     return all(type(x) in (Tensor, nn.Parameter) and not x.is_meta and is_known(x) for x in given)
+
+
+def _count_writes(func: Any, written: list[Tensor]) -> None:
+    if operator_of(func) != "set_":  # which writes no values
+        for x in written:
+            count_write(x)
 
 
 def _written(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Tensor]:

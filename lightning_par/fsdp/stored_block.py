@@ -12,6 +12,7 @@ from lightning_par.absent.deferred.deferred_tensor import is_deferred
 from lightning_par.fsdp.flat import Flat, Mixed, Place
 from lightning_par.fsdp.served import Precisions
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modules import parameters_of
 
 Slot = tuple[dict[str, Any], str, int]  # the parameters of a module, a name there, which weight it is
@@ -76,7 +77,8 @@ def fits(x: Any) -> bool:
     """Whether ``x`` can be gathered beside others."""
     if not isinstance(x, Stored) or not x._local.is_floating_point():
         return False
-    plain = type(x._local) is nn.Parameter or is_deferred(x._local)  # which is a plain one before a step
+    # A deferred one is plain before a step, and fakes stand for plain ones in dry runs alone.
+    plain = type(x._local) in (nn.Parameter, FakeTensor) or is_deferred(x._local)
     return plain and _placed(x) is not None
 
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.optim.stand_ins import sharded_parameters
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded import aliases
 from lightning_par.sharded.rules.stored_weights import Gathering, gathering_of
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.known_values import times_written
 
 
 class Shared:
@@ -88,7 +90,7 @@ class Rivals:
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         groups = aliases.overlapping(parts)
-        self._before = [[(x, x.detach().clone()) for x in group] for group in groups]
+        self._before = [[(x, x.detach().clone(), times_written(x)) for x in group] for group in groups]
 
     def refuse_several(self, writer: str) -> None:
         """To be called after ``writer``.
@@ -97,8 +99,7 @@ class Rivals:
             NotImplementedError: several that share memory were written.
         """
         for group in self._before:
-            # `torch.equal` takes no NaN for equal
-            moved = [x for x, old in group if not torch.allclose(x.detach(), old, 0, 0, equal_nan=True)]
+            moved = [x for x, old, writes in group if _is_moved(x.detach(), old, writes)]
             if len(moved) > 1:
                 shapes = " and ".join(str(tuple(x.shape)) for x in moved)
                 raise NotImplementedError(
@@ -106,6 +107,13 @@ class Rivals:
                     f"wrote into both. They are split along different dims, and have parts of shapes {shapes} on this "
                     "rank: neither would have what the other was given. Let one Parameter be both, or `clone()` it."
                 )
+
+
+def _is_moved(x: Tensor, old: Tensor, writes: int) -> bool:
+    """Whether ``x`` is not as ``old``, or, in a dry run, into its memory more than so many ``writes`` went."""
+    if isinstance(x, FakeTensor):
+        return times_written(x) != writes
+    return not torch.allclose(x, old, 0, 0, equal_nan=True)  # `torch.equal` takes no NaN for equal
 
 
 def look_at_gradients(module: nn.Module) -> Rivals:

@@ -28,9 +28,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "fsdp": {"data_parallel": "fsdp"},
     "stages_whole": STAGES | {"microbatches": 1},
+    "stages_tensor": STAGES | {"tensor_parallel_size": 2},
+    "stages_fsdp": STAGES | {"data_parallel": "fsdp"},
 }
-OF_THE_RUN = ("batch", "has_batch", "effects", "aliases")
-"""Purposes of what is told of the step itself, and of whether something still looks at a copy."""
+PRODUCTS = ("stages_tensor", "stages_fsdp")
 
 
 class Twins(L.LightningModule):
@@ -129,6 +130,17 @@ class Zeroes(Twins):
         self.net[0][0].weight.data = self.zeros  # type: ignore[index, operator, union-attr]
 
 
+class GivesGradients(Twins):
+    """Gives gradients memory that is kept, which the clip writes into then."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.grads = [torch.ones(p.shape) for p in self.net.parameters()]
+        for p, grad in zip(self.net.parameters(), self.grads):
+            assert p.grad is not None
+            p.grad.data = grad
+        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+
+
 class Counts(Twins):
     """Has what goes by its count on the stage of one of its layers."""
 
@@ -207,6 +219,7 @@ KINDS = [
     Keeps,
     Views,
     Zeroes,
+    GivesGradients,
     Counts,
     CountsByLayer,
     LogsMoments,
@@ -220,10 +233,11 @@ KINDS = [
     Decays,
     LogsWeights,
 ]
-OF_STAGES = (Vector, Keeps, Views, Zeroes)
-"""Who shares memory with weights that other axes split is not followed in a dry run."""
-ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind not in OF_STAGES or "stages" in layout]
-FAST = "LogsNorms-stages LogsNorms-tensor Vector-stages Counts-stages Stores-stages"
+ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
+FAST = (
+    "LogsNorms-stages LogsNorms-tensor Vector-stages Counts-stages Stores-stages Zeroes-tensor Keeps-fsdp "
+    "Counts-stages_tensor GivesGradients-stages_fsdp"
+)
 BATCH = [torch.ones(4, 8)]
 
 
@@ -238,10 +252,12 @@ class _Step(L.Callback):
             self.open.__exit__(None, None, None)
 
 
-def _real(kind: Callable[[], Twins], layout: dict[str, Any]) -> tuple[dict[Any, float], dict[Any, int]]:
+def _real(
+    kind: Callable[[], Twins], layout: dict[str, Any], devices: int = 2
+) -> tuple[dict[Any, float], dict[Any, int]]:
     step = _Step()
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=HybridParallelStrategy(verify=False, **layout), max_epochs=1,
+        accelerator="cpu", devices=devices, strategy=HybridParallelStrategy(verify=False, **layout), max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[step], use_distributed_sampler=False,
     )  # fmt: skip
@@ -256,14 +272,23 @@ def _real(kind: Callable[[], Twins], layout: dict[str, Any]) -> tuple[dict[Any, 
 @slow(but=FAST.split())
 @pytest.mark.parametrize(("kind", "layout"), ROWS, ids=[f"{kind.__name__}-{layout}" for kind, layout in ROWS])
 def test_a_dry_run_counts_what_hooks_ask_of_other_ranks(kind: type[Twins], layout: str, pool: Pool) -> None:
-    for rank, (sent, messages) in enumerate(pool.run(2, _real, kind, LAYOUTS[layout])):
-        dried = dry_run(kind, BATCH, LAYOUTS[layout], devices=2, rank=rank)
-        assert _of_hooks(dried.sent) == _of_hooks(sent)
-        assert _of_hooks(dried.messages) == _of_hooks(messages)
+    devices = 4 if layout in PRODUCTS else 2
+    for rank, (sent, messages) in enumerate(pool.run(devices, _real, kind, LAYOUTS[layout], devices)):
+        dried = dry_run(kind, BATCH, LAYOUTS[layout], devices=devices, rank=rank)
+        assert dried.sent == sent
+        assert dried.messages == messages
 
 
-def _of_hooks(found: Any) -> dict[Any, float]:
-    return {key: count for key, count in found.items() if key[1] not in OF_THE_RUN}
+class OneMemory(Twins):
+    """Makes one memory of two weights that are split along different dims."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[1][0].weight.data = self.net[0][0].weight.data  # type: ignore[index, union-attr]
+
+
+def test_weights_that_cannot_share_memory_are_refused_as_in_a_run() -> None:
+    with pytest.raises(NotImplementedError, match=r"were made one memory, as `a\.data = b\.data` does"):
+        dry_run(OneMemory, BATCH, LAYOUTS["tensor"], devices=2)
 
 
 def test_what_a_layers_hook_stores_is_sent_by_the_rank_of_the_layer() -> None:

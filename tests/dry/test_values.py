@@ -15,7 +15,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.wire import PeerOp
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, FakeTensor, FakeTensorMode
 from lightning_par.trial import large_values
-from lightning_par.trial.known_values import is_known
+from lightning_par.trial.known_values import is_known, times_written
 
 
 class Reads(L.LightningModule):
@@ -66,6 +66,20 @@ def test_what_a_fake_is_written_into_has_no_values_any_more() -> None:
             with pytest.raises(WITHOUT_VALUE):
                 x.sum().item()
         assert isinstance(fake, FakeTensor)
+
+
+def test_writes_are_counted_whether_values_are_known_or_not() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.zeros(2)
+    real = torch.zeros(2)
+    with mode, KnownValues(mode):
+        for x in (fake, real):
+            before = times_written(x)
+            x[0].mul_(2)
+            assert times_written(x) == before + 1
+            x + 1
+            x.detach()
+            assert times_written(x) == before + 1
 
 
 def test_what_makes_the_same_shapes_of_any_values_needs_none() -> None:

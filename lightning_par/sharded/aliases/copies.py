@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.storage import storage_of
-from lightning_par.sharded.aliases.frames import Axes, form_of, frames_of, innermost
+from lightning_par.sharded.aliases.frames import Axes, axes_of, form_of, frames_of, innermost, is_followed
 from lightning_par.sharded.aliases.memory import Memory
 from lightning_par.sharded.aliases.view_copy import Copy
 
@@ -50,8 +48,7 @@ def note(
         how: further fields of `Copy`.
     """
     held = innermost(copy if root is None else root)
-    # no values to keep equal
-    if held.device.type == "meta" or isinstance(held, FakeTensor) or held.layout != torch.strided:
+    if not is_followed(held, (*axes, *axes_of(source), *axes_of(copy))):
         return
     memory = Memory.made(held)
     if memory.copy is not None:
@@ -62,6 +59,7 @@ def note(
     of = source if not isinstance(source, Tensor) else partial(same, source)
     frames = () if root is not None else frames_of(copy)
     memory.copy = Copy(name, of, make, put, weakref.ref(held), weakref.ref(storage), form, frames, **how)
+    memory.copy.settled()
     axes = (*axes, *memory.axes) if memory.copy.renewable else ()
     Memory.made(innermost(of())).take(memory.copy, axes)
 

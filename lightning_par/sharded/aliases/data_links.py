@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh import collectives
-from lightning_par.private.fake_tensors import FakeTensor
-from lightning_par.private.storage import storage_of
+from lightning_par.private.storage import storage_of, tensor_in
 from lightning_par.sharded.aliases.copies import note, same
-from lightning_par.sharded.aliases.frames import axes_of, form_of, frames_of, gathered, innermost
+from lightning_par.sharded.aliases.frames import axes_of, form_of, frames_of, gathered, innermost, is_followed
 
 
 def link(x: Any, value: Any) -> None:
@@ -25,7 +24,7 @@ def link(x: Any, value: Any) -> None:
         return
     plain = innermost(value)
     storage = storage_of(plain)
-    if storage is None or plain.device.type == "meta" or isinstance(plain, FakeTensor):
+    if storage is None or not is_followed(plain, axes_of(x)):
         return
     # Memory of numpy's, say, is there though no tensor holds it: this one does then.
     source = partial(_lying, weakref.ref(storage), form_of(plain)) if storage.resizable() else partial(same, plain)
@@ -34,10 +33,8 @@ def link(x: Any, value: Any) -> None:
 
 def _lying(storage: weakref.ref[torch.UntypedStorage], form: tuple[Any, ...]) -> Tensor | None:
     """The tensor that lies there, if anybody else still has it."""
-    memory, (dtype, *place) = storage(), form
-    if memory is None:
-        return None
-    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *place)  # type: ignore[call-overload,no-any-return]
+    memory = storage()
+    return None if memory is None else tensor_in(memory, *form)
 
 
 def _cut(frames: Sequence[Any], plain: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.fake_tensors import FakeTensor
 
 Axes = tuple[Axis, ...]
 
@@ -40,6 +42,14 @@ def axes_of(x: Any) -> Axes:
     return (x.axis, *axes_of(x.local)) if hasattr(x, "positions") else ()
 
 
+def is_followed(plain: Tensor, axes: Axes) -> bool:
+    """Whether ``plain`` has values that are to be kept equal to others, or, along the ``axes`` of a dry run, messages
+    that keep them so."""
+    if plain.device.type == "meta" or plain.layout != torch.strided:
+        return False
+    return not isinstance(plain, FakeTensor) or any(axis.dry for axis in axes)
+
+
 def gathered(x: Any) -> Any:
     """The whole of a sharded ``x`` as it is, without a look at what it shares memory with."""
     while hasattr(x, "positions"):
@@ -50,5 +60,5 @@ def gathered(x: Any) -> Any:
 
 
 def form_of(x: Tensor) -> tuple[Any, ...]:
-    """How the plain ``x`` lies in its memory."""
-    return x.dtype, x.storage_offset(), x.size(), x.stride()
+    """How the plain ``x`` lies in its memory, as `lightning_par.private.storage.tensor_in` takes it."""
+    return x.dtype, x.storage_offset(), x.size(), x.stride(), x.device

@@ -159,7 +159,8 @@ class Memory:
         held = hash(tuple(number for number, one in self._copies if one() is not None))
         storage = self._storage()
         assert storage is not None
-        return all(alike(axis, held, storage.device) for axis in self.axes)
+        device = torch.device("cpu") if storage.device.type == "meta" else storage.device  # of what has no values
+        return all(alike(axis, held, device) for axis in self.axes)
 
     def forget(self) -> None:
         """End here, if there is nothing to know."""

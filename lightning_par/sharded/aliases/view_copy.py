@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.storage import storage_of, tensor_in
 from lightning_par.sharded.aliases.agreement import anywhere
 from lightning_par.sharded.aliases.frames import Axes, framed, innermost
 from lightning_par.sharded.aliases.memory import ATTRIBUTE, Memory, spread
+from lightning_par.trial.known_values import times_written
 
 
 @dataclass(eq=False)
@@ -34,6 +36,8 @@ class Copy:
         loose: of it and its source one is a plain tensor of the user's, and what writes into that is not seen.
         talks: the axes along which ``put`` talks.
         renewable: whether it can be made anew.
+        written: how often functions had written into it and its source when they were equal last; of what has no
+            values.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Copy:
     loose: bool = False
     talks: Axes = ()
     renewable: bool = True
+    written: int = 0
 
     @property
     def memory(self) -> Memory | None:
@@ -65,6 +70,12 @@ class Copy:
             return None if storage is None else root
         return tensor_in(storage, *self.form)
 
+    def settled(self) -> None:
+        """It holds now what it should."""
+        held, source = self.tensor(), self.source()
+        if isinstance(held, FakeTensor):
+            self.written = _times_written(held, source)
+
     def renew(self, quiet: bool) -> None:
         """Write into it what it should hold; ``quiet``: unseen by versions, as through ``.data``."""
         if not self.renewable:
@@ -76,6 +87,7 @@ class Copy:
                 new = innermost(self.make(unseen(source) if quiet or self.apart else source))
                 _about_to_write(framed(held, self.frames), [])
                 (held.data if quiet or self.apart else held).copy_(new)
+                self.settled()
 
     def give(self, quiet: bool) -> None:
         """Write it into what it was taken of."""
@@ -86,6 +98,7 @@ class Copy:
             local = framed(held.data if quiet or self.apart else held, self.frames)
             _about_to_write(source, [held.detach()])
             self.put(unseen(source) if quiet or self.apart else source, local)
+            self.settled()
 
     def _is_wanted(self, here: bool, device: torch.device) -> bool:
         """Whether its source is still there on any rank; else it ends to be a copy."""
@@ -107,10 +120,15 @@ class Copy:
         axes = (memory if down else above).axes
         new, old = (self.make(source), held) if down else (source.part_of(held), source)
         with torch.no_grad():
-            differs = not torch.equal(innermost(new).detach(), innermost(old).detach())
+            differs = self._differs(held, source, innermost(new).detach(), innermost(old).detach())
         if anywhere(axes, differs, held.device):  # all ranks write, or none
             self.renew(True) if down else self.give(True)
             spread(memory if down else above, self, True)
+
+    def _differs(self, held: Tensor, source: Any, new: Tensor, old: Tensor) -> bool:
+        if not any(isinstance(x, FakeTensor) for x in (new, old)):
+            return not torch.equal(new, old)
+        return self.written != _times_written(held, source)
 
     def spoil(self, why: str) -> None:
         """What should be in it isn't, and can't be."""
@@ -131,6 +149,10 @@ def _about_to_write(x: Any, given: list[Tensor]) -> None:
 
     if hasattr(x, "positions") and x.axis.stores:
         stored_weights.gathering_of(x).about_to_write([x], given)
+
+
+def _times_written(held: Tensor, source: Any) -> int:
+    return times_written(held) + (0 if source is None else times_written(innermost(source)))
 
 
 def unseen(source: Any) -> Any:
