@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -186,6 +187,26 @@ def checkpoint_generator() -> tuple[Any, str]:
     """Where non-reentrant checkpointing finds the generator function behind it, a module and a name; its first argument
     is what is run, and run again, of which torch tells nobody."""
     return torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+
+
+@contextlib.contextmanager
+def checkpointing_as(generator: Callable[..., Any], reentrant: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint.checkpoint` goes by these, of which torch has no public place.
+
+    Args:
+        generator: takes the place of what `checkpoint_generator` finds, with the same arguments.
+        reentrant: takes that of the reentrant kind's function: what to run, whether to put generators back, and the
+            arguments.
+    """
+    module, name = checkpoint_generator()
+    before = getattr(module, name), module.CheckpointFunction
+    setattr(module, name, generator)
+    module.CheckpointFunction = SimpleNamespace(apply=reentrant)
+    try:
+        yield
+    finally:
+        setattr(module, name, before[0])
+        module.CheckpointFunction = before[1]
 
 
 KEEPS_ARGUMENTS: Any = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)

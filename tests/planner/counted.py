@@ -30,7 +30,7 @@ from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
 
 CASES = ("gpt", "gqa_repeat", "gpt_tied", "gpt_5_heads", "mlp_deep", "unet", "lstm", "encoder_decoder", "hf_llama",
-         "hf_bert")  # fmt: skip
+         "hf_bert", "gpt_checkpointed", "gpt_parallel")  # fmt: skip
 
 _PP = dict(pipeline_parallel_size=2, microbatches=2)
 _TP, _SP, _DP = dict(tensor_parallel_size=2), dict(sequence_parallel_size=2), dict(data_parallel_size=2)

@@ -19,7 +19,7 @@ UNCOUNTED = {("unet", "fsdp_pipeline")}
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE | UNCOUNTED]
 DEFAULT = [
-    "gpt-shard_residual", "hf_llama-ring",
+    "gpt-shard_residual", "gpt_checkpointed-fsdp_kept", "gpt_parallel-fsdp", "hf_llama-ring",
     "lstm-fsdp_pipeline", "mlp_deep-interleaved", "gpt_5_heads-all_gather",
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ from lightning_par.private.graph import (
     at_end_of_backward,
     can_order_nodes,
     checkpoint_generator,
+    checkpointing_as,
     function_of,
     gathered_by,
     in_backward,
@@ -217,3 +218,24 @@ def test_what_a_node_keeps_for_backward() -> None:
     result = weight.exp()
     result.detach().zero_()
     assert kept_by_node(node_of(result)) is None
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpointing_goes_by_what_takes_its_place(use_reentrant: bool) -> None:
+    seen: list[str] = []
+
+    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    def reentrant(fn: Any, preserve: bool, *args: Any) -> Any:
+        seen.append("is run")
+        return fn(*args)
+
+    x = torch.ones(2, requires_grad=True)
+    with checkpointing_as(generator, reentrant):
+        assert checkpoint(torch.exp, x, use_reentrant=use_reentrant).grad_fn.name() == "ExpBackward0"
+    assert seen == (["is run"] if use_reentrant else ["begins", "ends"])
+    checkpoint(torch.exp, x, use_reentrant=use_reentrant)
+    assert len(seen) == (1 if use_reentrant else 2)

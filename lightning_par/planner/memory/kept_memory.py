@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_par.planner.recording.operations import KeptUse, Operation
 from lightning_par.planner.recording.profile import Unit
 from lightning_par.planner.times.local_work import Recompute, Setting
 
 
-def kept_bytes(unit: Unit, s: Setting, recompute: Recompute) -> float:
+def all_kept(unit: Unit, s: Setting) -> float:
+    """Bytes that ``unit`` would keep for one microbatch on a rank if nothing were computed again, each memory once."""
+    return sum(_kept(unit, s, list(unit.operations)).values())
+
+
+def kept_bytes(unit: Unit, s: Setting) -> float:
     """Bytes that ``unit`` keeps for one microbatch on a rank, each memory once.
 
     Args:
         unit: the unit.
-        s: under what it runs.
-        recompute: what is computed again in backward instead.
+        s: under what it runs, and what is computed again in backward instead.
     """
-    if recompute == "full":
+    asked = _asked(unit, s)
+    if asked == "full":
         return _given_bytes(unit, s)
-    if recompute == "selective":
+    if asked == "selective":
         core = attention_core(unit)
         if core:
             inside = set(map(id, core))
@@ -28,26 +35,44 @@ def kept_bytes(unit: Unit, s: Setting, recompute: Recompute) -> float:
                     if x.memory not in made and x.of_batch:
                         kept.setdefault(x.memory, s.nbytes(x))
             return sum(kept.values())
-        saved = {id(op) for op in _saved_products(unit)}
-        kept = {}
-        for op in unit.operations:
-            if id(op) in saved:
-                kept.update({x.memory: s.nbytes(x) for x in op.outputs})
-        return _given_bytes(unit, s) + sum(kept.values())
-    return sum(_kept(unit, s, list(unit.operations)).values())
+        return _given_bytes(unit, s) + sum(_made_bytes(s, _saved_products(unit.operations)).values())
+    return sum(_kept_beside_regions(unit, s).values())
 
 
 def recomputed(unit: Unit, s: Setting) -> list[Operation]:
     """The operations that backward runs a second time."""
-    if s.recompute == "none":
-        return []
-    if s.recompute == "full":
+    asked = _asked(unit, s)
+    if asked == "none":  # but for what the module itself says
+        own = [op for op in unit.operations if op.again != "none"]
+        saved = {id(op) for op in _saved_products([op for op in own if op.again == "selective"])}
+        return [op for op in own if id(op) not in saved]
+    if asked == "full":
         return list(unit.operations)
     core = attention_core(unit)
     if core:
         return core[:-1]
-    saved = {id(op) for op in _saved_products(unit)}
+    saved = {id(op) for op in _saved_products(unit.operations)}
     return [op for op in unit.operations if id(op) not in saved]
+
+
+def _asked(unit: Unit, s: Setting) -> Recompute:
+    """What of ``unit`` is to be computed again, beside what the module says: layers alone are."""
+    return s.recompute if unit.path else "none"
+
+
+def _kept_beside_regions(unit: Unit, s: Setting) -> dict[int, float]:
+    """What is kept where the module itself has regions of it run again: of these what they begin with."""
+    own = [op for op in unit.operations if op.again != "none"]
+    kept = _kept(unit, s, [op for op in unit.operations if op.again == "none"])
+    made = {x.memory for op in own for x in op.outputs}
+    begins = (x for op in own for x in op.inputs if x.memory not in made and x.of_batch)
+    for x in begins:
+        kept.setdefault(x.memory, s.nbytes(x))
+    return kept | _made_bytes(s, _saved_products([op for op in own if op.again == "selective"]))
+
+
+def _made_bytes(s: Setting, operations: list[Operation]) -> dict[int, float]:
+    return {x.memory: s.nbytes(x) for op in operations for x in op.outputs}
 
 
 def attention_core(unit: Unit) -> list[Operation]:
@@ -60,10 +85,10 @@ def attention_core(unit: Unit) -> list[Operation]:
     return list(unit.operations[places[0] : places[-1] + 1])
 
 
-def _saved_products(unit: Unit) -> list[Operation]:
+def _saved_products(operations: Sequence[Operation]) -> list[Operation]:
     """Fused attention and every other product of a weight, as torch's selective checkpointing is mostly told."""
-    weighted = [op for op in unit.operations if op.kind == "product" and op.product and op.product.weight]
-    return [*weighted[::2], *(op for op in unit.operations if op.kind == "attention")]
+    weighted = [op for op in operations if op.kind == "product" and op.product and op.product.weight]
+    return [*weighted[::2], *(op for op in operations if op.kind == "attention")]
 
 
 def _given_bytes(unit: Unit, s: Setting) -> float:

@@ -45,17 +45,28 @@ def gatherings(
             key = use.after if stays else max((n for n in begins if n <= use.call), default=-1)
             if block.has(use.path) and key in found:
                 found[key].append((name, use))
-    return [_gathering(key if stays else tree.after(key), uses, tree, stays or is_last, reshard)
+    return [_gathering(key if stays else tree.after(key), uses, tree, stays or is_last, reshard, block.stays)
             for key, uses in found.items()]  # fmt: skip
 
 
-def _gathering(after: int, uses: Sequence[tuple[str, Use]], tree: ModuleUses, held: bool, reshard: bool) -> Gathering:
+def _gathering(
+    after: int, uses: Sequence[tuple[str, Use]], tree: ModuleUses, held: bool, reshard: bool, stays: bool
+) -> Gathering:
     needed = frozenset[int]().union(*(use.needed for _, use in uses))
     summed = frozenset[int]().union(*(use.summed for _, use in uses)) if tree.backwards else LAST
     on = {name for name, use in uses if not use.off}
     off = frozenset(name for name, _ in uses) - on if tree.backwards else frozenset[str]()
-    again = (needed - {after} if held else needed) if reshard else ()  # else the graph itself has the weights
+    if not stays and _is_run_again(uses):
+        again = needed  # for which the graph has kept none of the weights
+    else:
+        again = (needed - {after} if held else needed) if reshard else frozenset()  # else the graph itself has them
     return Gathering(1 + len(again), len(summed), off)
+
+
+def _is_run_again(uses: Sequence[tuple[str, Use]]) -> bool:
+    """Whether backward runs all again that needs a block's weights."""
+    needing = [use.again for _, use in uses if use.needed]
+    return bool(needing) and all(needing)
 
 
 def in_vain(blocks: Sequence[BlockMessage], tree: ModuleUses, reshard: bool) -> list[BlockMessage]:

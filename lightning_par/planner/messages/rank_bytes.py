@@ -52,7 +52,7 @@ class ByRank:
             most = states.most
             optimizer = total.trained * most.by_element * p.weights / 4 + most.by_parameter * total.count
             for part in self._parts(*key) if states.others else ():
-                each = states.others.get(part.parameter.name, most) if part.parameter.trained else most
+                each = states.others.get(part.parameter.name, most) if part.parameter.graded else most
                 optimizer += part.numel * (each.by_element - most.by_element) * p.weights / 4
                 optimizer += each.by_parameter - most.by_parameter
             self._held[key] = HeldBytes(total.numel * p.weights, total.trained * p.gradients, optimizer)

@@ -62,7 +62,7 @@ def stored_part(parameter: Parameter, tensor: int, ranks: int, rank: int, stored
 
 @dataclass(frozen=True)
 class StoredSum:
-    """Of what a rank stores: elements, those with gradients, and the number of parameters with gradients."""
+    """Of what a rank stores: elements, those that get gradients, and the number of parameters that do."""
 
     numel: int
     trained: int
@@ -73,7 +73,7 @@ class StoredSum:
 def stored_sum(stages: Stages, own: tuple[int, ...], tensor: int, ranks: int, rank: int, stored: bool) -> StoredSum:
     """The sum over the parameters of the stages ``own``; see `stored_part`."""
     parts = [stored_part(x, tensor, ranks, rank, stored) for x in stages.held(own)]
-    trained = [part.numel for part in parts if part.parameter.trained]
+    trained = [part.numel for part in parts if part.parameter.graded]
     return StoredSum(sum(part.numel for part in parts), sum(trained), len(trained))
 
 

@@ -11,6 +11,7 @@ from lightning_par.planner.recording.notes import BatchValue, Kept
 from lightning_par.planner.recording.operations import (
     ATTENTION,
     LOSSES,
+    Again,
     KeptUse,
     Operation,
     Use,
@@ -102,8 +103,9 @@ class _Reader:
             counts = () if positions is None else tuple(map(positions.count, range(self.ranks)))
             casts = self.casts.get(name, {True})
             self.known[name] = Parameter(
-                name, tuple(x.shape), dim, counts, x.requires_grad, x.itemsize, True in casts, False not in casts
-            )
+                name, tuple(x.shape), dim, counts, x.requires_grad, x.itemsize, True in casts, False not in casts,
+                x.requires_grad and name in self.step.graded,
+            )  # fmt: skip
         return self.known[name]
 
     def parameters(self, run: UnitRun) -> tuple[Parameter, ...]:
@@ -117,7 +119,7 @@ class _Reader:
         for offset, event in enumerate(events):
             note = self.step.notes[run.first + offset]
             kept = note.kept if note is not None else ()
-            operation = self._operation(event, kept, entered)
+            operation = self._operation(event, kept, entered, self._again(run.first + offset))
             if operation is not None:
                 operations.append(operation)
         made = {memory_of(x) for event in events for x in event.outputs}
@@ -130,7 +132,13 @@ class _Reader:
         )
         return Unit(run.path, tuple(operations), self.parameters(run), given, later, len(events))
 
-    def _operation(self, event: Event, kept: Sequence[Kept], entered: set[int]) -> Operation | None:
+    def _again(self, number: int) -> Again:
+        region = self.step.regions[number]
+        if not region:
+            return "none"
+        return "full" if self.step.region(region).is_whole else "selective"
+
+    def _operation(self, event: Event, kept: Sequence[Kept], entered: set[int], again: Again) -> Operation | None:
         kind = kind_of(event)
         if kind == "view" or not event.outputs:
             return None
@@ -156,7 +164,7 @@ class _Reader:
         backward = any(x.wants_grad for x in outputs)
         return Operation(
             event.name, kind, product, inputs, outputs, self._kept(event, kept, inputs, outputs), backward,
-            enters=enters, leaves=leaves,
+            again, enters, leaves,
         )  # fmt: skip
 
     def _kept(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
+from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of, storage_of
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -51,11 +52,13 @@ class Note:
         call: of a module, by its number, in which it ran.
         kept: what autograd keeps of it.
         off: ids of the parameters that it takes, and that require no gradient as it runs.
+        region: that backward runs again and it is in, counted from 1; 0: in none.
     """
 
     call: int
     kept: tuple[Kept, ...]
     off: frozenset[int] = frozenset()
+    region: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Heard:
         survey: what a run of the step for a pipeline alone would see; None where that would tell more.
         held: ids of tensors that variables held, and what the last function made meanwhile; empty where not looked for.
         batch_values: in order, each memory once, without what the batch and the module hold themselves.
+        regions: that backward runs again, in their order.
     """
 
     calls: tuple[Call, ...]
@@ -103,6 +107,7 @@ class Heard:
     survey: Survey | None
     held: Mapping[int, int]
     batch_values: tuple[BatchValue, ...]
+    regions: tuple[Region, ...] = ()
 
 
 class StepNotes(Surveyor):
@@ -123,6 +128,8 @@ class StepNotes(Surveyor):
         self._written_out = False  # whether what `note` tells of next was told of in parts
         self._batch_values: dict[int, BatchValue] = {}  # by memory
         self._fixed: set[int] = set()  # ids of tensors that even the batch does not determine
+        self._regions: list[Region] = []
+        self._depth = 0  # of regions that are within one another
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
 
     def enter_module(self, path: str, numel: int) -> None:
@@ -133,6 +140,16 @@ class StepNotes(Surveyor):
     def leave_module(self) -> None:
         super().leave_module()
         self._running.pop()
+
+    def begin_region(self, region: Region) -> None:
+        """What follows is run again in backward; what is within that is a part of it."""
+        if not self._depth:
+            self._regions.append(region)
+        self._depth += 1
+
+    def end_region(self) -> None:
+        """Up to here."""
+        self._depth -= 1
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, of_model: bool, unsized: bool = False) -> None:
         super().note(func, args, kwargs, result, of_model, unsized)
@@ -151,10 +168,11 @@ class StepNotes(Surveyor):
         kept, self._pending = tuple(self._pending), []
         weights = (x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter))
         off = frozenset(id(x) for x in weights if not x.requires_grad)
+        region = len(self._regions) if self._depth else 0
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
                 self._alive.append(x)
-                self.notes[id(x)].append(Note(self._running[-1], kept, off))
+                self.notes[id(x)].append(Note(self._running[-1], kept, off, region))
                 kept = ()
         if not of_model:
             self._note_values(tensors_in((args, kwargs)), tensors_in(result))
@@ -172,7 +190,7 @@ class StepNotes(Surveyor):
 
     def end(self) -> Any:
         values = tuple(self._batch_values.values())
-        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values)
+        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, tuple(self._regions))
 
     def keeps(self) -> AbstractContextManager[Any]:
         """Around the step: tensors that autograd keeps are heard."""

@@ -14,6 +14,7 @@ from lightning_par.trial.recording import Event
 
 Kind = Literal["product", "attention", "entrywise", "view"]
 SplitDim = Literal["batch", "m", "n", "k"]
+Again = Literal["none", "selective", "full"]
 
 ATTENTION = "scaled_dot_product_attention"
 LOSSES = frozenset({"cross_entropy", "nll_loss", "log_softmax"})
@@ -95,6 +96,8 @@ class Operation:
         outputs: tensors that it makes, without views of its inputs.
         kept: what autograd keeps for its backward.
         backward: whether it has one.
+        again: how the module itself has backward run it again: "full" with all of its region, "selective" where the
+            region says by its functions which.
         enters: elements that enter an island of the tensor axis here, whose gradient is summed over the axis.
         leaves: elements whose partial sums are summed over the axis in forward.
     """
@@ -106,7 +109,7 @@ class Operation:
     outputs: tuple[Use, ...]
     kept: tuple[KeptUse, ...]
     backward: bool
-    checkpointed: bool = False
+    again: Again = "none"
     enters: int = 0
     leaves: int = 0
 

@@ -22,10 +22,11 @@ class Parameter:
         shape: of the whole.
         dim: that the tensor axis splits, or None.
         counts: indices along it that each rank of the tensor axis holds; of a whole one empty.
-        trained: whether it has a gradient.
+        trained: whether it requires a gradient.
         itemsize: bytes of an element where the module holds it.
         cast: whether functions take a copy of it in the precision of products.
         low: whether all that use it do.
+        graded: whether a backward comes to it, so that it gets a gradient, and the optimizer has states of it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Parameter:
     itemsize: int
     cast: bool = True
     low: bool = True
+    graded: bool = True
 
     @property
     def numel(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import plan_blocks
+from lightning_par.planner.recording.checkpointed import regions_heard
 from lightning_par.planner.recording.notes import Heard, Note, StepNotes
 from lightning_par.planner.recording.recorded import RecordedStep, casting
 from lightning_par.planner.recording.unit_runs import told_apart
@@ -47,6 +48,7 @@ def record(
         stack.enter_context(casting(autocast))
         if made:
             stack.enter_context(made[-1].keeps())
+            stack.enter_context(regions_heard(made[-1]))
         return stack
 
     with GpuKernels() if gpu else contextlib.nullcontext():
@@ -71,5 +73,5 @@ def _notes(recording: Recording, heard: Heard) -> tuple[Note | None, ...]:
         mine = [left[id(x)].pop(0) for x in event.outputs if left.get(id(x))]
         kept = tuple(k for note in mine for k in note.kept)
         off = frozenset(key for note in mine for key in note.off)
-        found.append(Note(mine[0].call, kept, off) if mine else None)
+        found.append(Note(mine[0].call, kept, off, mine[0].region) if mine else None)
     return tuple(found)

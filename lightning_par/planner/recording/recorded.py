@@ -16,6 +16,7 @@ from lightning_par.fsdp.blocks import Block
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.trial.survey import Survey
+from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
 from lightning_par.planner.recording.uses import Use, backwards_to, uses_of
@@ -134,6 +135,28 @@ class RecordedStep:
         return all(found[id(x)] <= 1 for x in self.recording.parameters.values())
 
     @cached_property
+    def graded(self) -> frozenset[str]:
+        """The first names of the parameters that a function takes of which autograd keeps a graph: no backward comes to
+        others."""
+        graphs = (event for event in self.events if event.graph and any(x.requires_grad for x in event.outputs))
+        return frozenset(self.held[memory_of(x)] for event in graphs for x in event.inputs if memory_of(x) in self.held)
+
+    @cached_property
+    def regions(self) -> tuple[int, ...]:
+        """Of each event the region that backward runs again and it is in, counted from 1; 0: in none."""
+        found = [None if note is None else note.region for note in self.notes]
+        for i, region in enumerate(found):  # what has no note, and is between two of one region, is in it
+            if region is None:
+                before, behind = found[i - 1] if i else 0, next((r for r in found[i + 1 :] if r is not None), 0)
+                found[i] = before if before == behind else 0
+        return tuple(region or 0 for region in found)
+
+    def region(self, number: int) -> Region:
+        """One of `regions`."""
+        heard: Heard = self.recording.heard
+        return heard.regions[number - 1]
+
+    @cached_property
     def uses(self) -> dict[str, tuple[Use, ...]]:
         """Of each parameter, by its first name, the calls of modules that use it."""
         return uses_of(self)
@@ -192,7 +215,8 @@ class RecordedStep:
         told = None
         if note is not None:
             home = self.homes[number]
-            told = self.calls[note.call].path.removeprefix(home), tuple((k.shape, k.itemsize) for k in note.kept)
+            kept = tuple((k.shape, k.itemsize) for k in note.kept)
+            told = self.calls[note.call].path.removeprefix(home), kept, bool(note.region)
         return event.name, outline(event), told
 
     @cached_property

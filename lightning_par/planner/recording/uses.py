@@ -27,6 +27,7 @@ class Use:
         needed: which backwards need the parameter's values.
         summed: which make a gradient of it.
         off: whether it required none in this call.
+        again: whether backward runs all of that again, and so gathers it again, too.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Use:
     needed: frozenset[int] = LAST
     summed: frozenset[int] = LAST
     off: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,14 @@ def uses_of(step: RecordedStep, first: int = 0, end: int | None = None) -> dict[
         kept = {step.weight_of(event, kept) for kept in note.kept}
         off = {step.names[key][0] for key in note.off if key in step.names}
         for name in taken:
-            needed, summed = reached if name in kept else none, none if name in off else reached
+            again = note.region > 0
+            needed, summed = reached if again or name in kept else none, none if name in off else reached
             before = found[name].get(note.call)
             if before is not None:
                 needed, summed = needed | before.needed, summed | before.summed
-                after = before.after
+                after, again = before.after, again and before.again
             alone = name in off and (before is None or before.off)
-            found[name][note.call] = Use(step.calls[note.call].path, note.call, after, needed, summed, alone)
+            found[name][note.call] = Use(step.calls[note.call].path, note.call, after, needed, summed, alone, again)
         taken = set()
     return {name: tuple(uses.values()) for name, uses in found.items()}
 

@@ -7,7 +7,7 @@ their sum while the block before runs backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,10 @@ class GatheredBlocks:
                 use.let_go()
         return gone
 
+    def again(self) -> GatheredAgain:
+        """For a part of forward that backward runs again."""
+        return GatheredAgain(self._begins, self._ends, self._lone)
+
     def saved(self) -> Any:
         """Around forward: of gathered weights the graph keeps no more than which they are."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -121,6 +125,28 @@ class GatheredBlocks:
         self._ahead.clear()
         self._last = None
         return gone
+
+
+class GatheredAgain:
+    """Follows events that backward runs again, and gathers blocks around their calls; the graph keeps what it needs."""
+
+    def __init__(
+        self, begins: Mapping[int, Sequence[BlockCall]], ends: Mapping[int, Sequence[BlockCall]], lone: LoneWeights
+    ) -> None:
+        self._begins, self._ends, self._lone = begins, ends, lone
+
+    def before(self, number: int) -> dict[int, Tensor]:
+        """As `GatheredBlocks.before`."""
+        found: dict[int, Tensor] = {}
+        for call in self._begins.get(number, ()):
+            wholes = BlockUse(call.block, None).weights()  # of no graph: what runs again is not walked through
+            found |= {w.key: w.used(x.requires_grad_(w.part.requires_grad)) for w, x in zip(call.block.weights, wholes)}
+        return found | self._lone.before(number)
+
+    def after(self, number: int) -> list[int]:
+        """As `GatheredBlocks.after`."""
+        ended = [w.key for call in self._ends.get(number, ()) for w in call.block.weights]
+        return ended + self._lone.after(number)
 
 
 def _unpack(kept: Any) -> Tensor:

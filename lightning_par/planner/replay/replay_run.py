@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from lightning_par.planner.memory.stage_trace import StageTrace, Taken, TraceRec
 from lightning_par.planner.recording.recorded import RecordedStep, casting
 from lightning_par.planner.replay.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.replay.crossing_values import handed_on, leaving, nbytes, received
-from lightning_par.planner.replay.gathered_blocks import GatheredBlocks
+from lightning_par.planner.replay.gathered_blocks import GatheredAgain, GatheredBlocks
+from lightning_par.planner.replay.regions import run_again
 from lightning_par.planner.replay.storage import Storage, store
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, unset_fake_temporarily
 from lightning_par.private.graph import made_by
@@ -128,6 +130,7 @@ class ReplayRun:
         self.blocks: GatheredBlocks | None = None
         if storage is not None:
             self.blocks = store(storage, step, self.values, self.parts, self.tensor.rank, self.fake)
+        self.gathers: GatheredBlocks | GatheredAgain | None = self.blocks
         self.asked: list[bool] = []  # of each call of attention, whether it is for this rank's own tokens alone
         if self.tokens is not None and given is not None:
             self._mark_batch(given)
@@ -204,45 +207,57 @@ class ReplayRun:
 
     def _forward(self, made: set[int], first: int, end: int) -> None:
         blocks = self.blocks
-        if blocks is None:
+        with nullcontext() if blocks is None else blocks.saved():
             self._run_events(made, first, end)
-            return
-        with blocks.saved():
-            for number in range(first, end):
-                self.values |= blocks.before(number)
-                self._run_events(made, number, number + 1)
-                for key in blocks.after(number):
-                    self.values.pop(key, None)
-            for key in blocks.end_forward():
+            for key in () if blocks is None else blocks.end_forward():
                 self.values.pop(key, None)
 
     def _run_events(self, made: set[int], first: int, end: int) -> None:
-        for number, event in enumerate(self.step.events[first:end], first):
-            # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
-            if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
-                continue
-            if number in self.apart:
-                continue
-            args, kwargs = tree_map(self._value, (event.args, event.kwargs))
-            asked = asks(event)
-            if asked is not None:
-                self.asked.append(asks_in_parts(self._value(asked)))
-            with contextlib.ExitStack() as stack:
-                if not event.graph or not any(x.requires_grad for x in event.outputs):
-                    stack.enter_context(torch.no_grad())
-                try:
-                    result = self._run(event, args, kwargs)
-                except WITHOUT_VALUE as error:
-                    raise UntoldError(
-                        f"what is sent can't be told: {event.name} at {event.place} goes by values, which a plan has "
-                        "none of"
-                    ) from error
-            new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-            for old, value in zip(event.outputs, new, strict=False):
-                self.values[id(old)] = value
-                made.add(id(old))
-            del args, kwargs, result, new, asked
-            self._let_go(number)
+        """The events from ``first`` to ``end``; those that the module itself has backward run again so that it does."""
+        at = first
+        for region, numbers in groupby(range(first, end), self.step.regions.__getitem__):
+            begin, at = at, at + sum(1 for _ in numbers)
+            if region:
+                run_again(self, self.step.region(region), made, begin, at)
+            else:
+                self.run_plainly(made, begin, at)
+
+    def run_plainly(self, made: set[int], first: int, end: int) -> None:
+        """The events from ``first`` to ``end``, one after the other; what they make is noted in ``made``."""
+        for number in range(first, end):
+            if self.gathers is not None:
+                self.values |= self.gathers.before(number)
+            self._run_event(made, number)
+            for key in () if self.gathers is None else self.gathers.after(number):
+                self.values.pop(key, None)
+
+    def _run_event(self, made: set[int], number: int) -> None:
+        event = self.step.events[number]
+        # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
+        if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
+            return
+        if number in self.apart:
+            return
+        args, kwargs = tree_map(self._value, (event.args, event.kwargs))
+        asked = asks(event)
+        if asked is not None:
+            self.asked.append(asks_in_parts(self._value(asked)))
+        with contextlib.ExitStack() as stack:
+            if not event.graph or not any(x.requires_grad for x in event.outputs):
+                stack.enter_context(torch.no_grad())
+            try:
+                result = self._run(event, args, kwargs)
+            except WITHOUT_VALUE as error:
+                raise UntoldError(
+                    f"what is sent can't be told: {event.name} at {event.place} goes by values, which a plan has "
+                    "none of"
+                ) from error
+        new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for old, value in zip(event.outputs, new, strict=False):
+            self.values[id(old)] = value
+            made.add(id(old))
+        del args, kwargs, result, new, asked
+        self._let_go(number)
 
     def _let_go(self, number: int) -> None:
         """Of what the event ``number`` was the last to take, all but the loss."""

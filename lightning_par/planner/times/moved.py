@@ -59,7 +59,7 @@ def tensor_messages(
             first = message_time("all_reduce", leaves, group, s.machine)
             forward += first
             more += first * (id(op) in again)
-        sent += (enters + leaves if s.shard_residual else 2 * leaves) * ring * (id(op) in again)
+        sent += (enters + leaves if s.shard_residual else 2 * leaves) * ring * (id(op) in again and op.again == "none")
     return forward, backward + max(0.0, hidden - weights) + s.machine.contention * min(hidden, weights), more, sent
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_par.planner.machine.kernels import attention_time, backward_products, memory_time, product_time
-from lightning_par.planner.memory.kept_memory import kept_bytes, recomputed
+from lightning_par.planner.memory.kept_memory import all_kept, kept_bytes, recomputed
 from lightning_par.planner.recording.operations import LOSSES, Operation, Use
 from lightning_par.planner.recording.profile import Unit
 from lightning_par.planner.times.local_work import Setting
@@ -66,10 +66,9 @@ def unit_cost(unit: Unit, s: Setting) -> UnitCost:
     # Gradients of weights are added up in the optimizer's precision; products write them, but read no others.
     numel = sum(p.local for p in unit.parameters if p.trained)
     weights += memory_time(numel * s.precision.gradients, s.machine)
-    again_ops = recomputed(unit, s) if unit.path else []
+    again_ops = recomputed(unit, s)
     again = sum(times.get(id(op), 0.0) for op in again_ops)
-    plain = kept_bytes(unit, s, "none")
-    kept = kept_bytes(unit, s, s.recompute if unit.path else "none")
+    plain, kept = all_kept(unit, s), kept_bytes(unit, s)
     again_ids = {id(op) for op in again_ops}
     moved = tensor_messages(unit, s, again_ids, weights)
     ring = sequence_messages(unit, s, times)

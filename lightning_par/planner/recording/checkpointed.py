@@ -1,0 +1,68 @@
+"""What a step's backward runs again, as the module itself says by `torch.utils.checkpoint`.
+
+The trial runs it once, as if nothing were said, and notes which functions are in it; what a plan makes of it, it makes
+of these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.checkpoint import noop_context_fn
+
+from lightning_par.private.graph import checkpoint_generator, checkpointing_as
+
+
+class Region(NamedTuple):
+    """What backward runs again, as one.
+
+    Attributes:
+        context_fn: gives what `torch.utils.checkpoint.checkpoint` enters around the first run and around the second, as
+            for selective checkpointing.
+        stops: whether the second run ends with the last tensor that backward needs; the reentrant kind's does not.
+    """
+
+    context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn
+    stops: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is run again, and nothing chosen."""
+        return self.context_fn is noop_context_fn
+
+
+class Hears(Protocol):
+    """Hears of regions."""
+
+    def begin_region(self, region: Region) -> None:
+        """What follows is run again in backward."""
+
+    def end_region(self) -> None:
+        """Up to here."""
+
+
+@contextmanager
+def regions_heard(hears: Hears) -> Iterator[None]:
+    """Inside, what is checkpointed runs once, and ``hears`` is told of it."""
+    module, name = checkpoint_generator()
+    named = inspect.signature(getattr(module, name))
+
+    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        told = named.bind(fn, *args, **kwargs).arguments
+        hears.begin_region(Region(told.get("context_fn", noop_context_fn), told.get("early_stop", True)))
+        yield
+        hears.end_region()
+
+    with checkpointing_as(generator, partial(_run_once, hears)):
+        yield
+
+
+def _run_once(hears: Hears, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    hears.begin_region(Region(stops=False))
+    result = run(*args)
+    hears.end_region()
+    return result
