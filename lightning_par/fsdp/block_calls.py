@@ -20,6 +20,7 @@ from lightning_par.fsdp.stored_gradient import StoredGradient
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.host_values import agreed
 from lightning_par.private.graph import in_backward
+from lightning_par.private.modes import unselected
 from lightning_par.private.module_calls import set_inner_call
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter
@@ -152,6 +153,10 @@ class BlockCalls:
 
     def use_of(self, block: StoredBlock) -> tuple[Use, list[Any]]:
         """The weights of ``block`` for a call that begins now, and the gather for the next call is begun."""
+        with unselected():
+            return self._use_of(block)
+
+    def _use_of(self, block: StoredBlock) -> tuple[Use, list[Any]]:
         known = self._known(block)
         if known is not None:
             self._begin_next(block)
@@ -200,10 +205,11 @@ class BlockCalls:
         """A call has ended."""
         if id(use.block) in self._kept:
             return
-        if self._is_last(use.block) and use.is_needed and not in_backward():
-            self.hold(use)  # backward begins with it
-        else:
-            use.let_go()
+        with unselected():
+            if self._is_last(use.block) and use.is_needed and not in_backward():
+                self.hold(use)  # backward begins with it
+            else:
+                use.let_go()
 
     def _is_last(self, block: StoredBlock) -> bool:
         """Whether it is the last one of a step's forward."""

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 __all__ = ["TorchDispatchMode"]  # it has no public home
 
@@ -43,6 +50,28 @@ def no_modes() -> Iterator[None]:
             return
         with _disable_current_modes():
             yield
+
+
+@contextlib.contextmanager
+def unselected() -> Iterator[None]:
+    """What is done inside is none of the operations of which selective checkpointing keeps some, and counts all; other
+    modes see it. The modes by which it does so have no public name."""
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    if not any(isinstance(mode, _SELECTION) for mode in modes):
+        yield
+        return
+    with _disable_current_modes():
+        others = [mode for mode in modes if not isinstance(mode, _SELECTION)]
+        for mode in others:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in others:
+                _pop_mode()
+
+
+_SELECTION = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
 
 
 def surroundings() -> tuple[Any, ...]:

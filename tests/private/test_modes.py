@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.modes import (
@@ -19,6 +21,7 @@ from lightning_par.private.modes import (
     no_modes,
     number_of_modes,
     surroundings,
+    unselected,
 )
 
 
@@ -119,3 +122,29 @@ def test_autocast_of_any_kind_is_seen(kind: str) -> None:
         with torch.autocast(kind, enabled=False):
             assert not is_any_autocast()
     assert not is_any_autocast()
+
+
+def test_selective_checkpointing_does_not_count_what_is_unselected() -> None:
+    seen: list[Any] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    runs = iter((1, 3))  # of what is done beside the region, more in the second run
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with unselected(), torch.no_grad():
+            for _ in range(next(runs)):
+                torch.ones(2).cos()
+        return x.cos().cos()
+
+    x = torch.ones(2, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.cos.default])
+    with Operations():
+        checkpoint(region, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert seen.count(torch.ops.aten.cos.default) == 1 + 2 + 3  # others see it
+    expected = torch.ones(2, requires_grad=True)
+    expected.cos().cos().sum().backward()
+    assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
