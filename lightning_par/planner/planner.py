@@ -95,8 +95,7 @@ class Planner:
             built, self.step = record_with_held(built, with_values, recorded)
         except ValueError as error:
             raise ValueError(f"{error} {weights_alone(built, self.precision, self.optimizer)}") from error
-        seen = None if self.step.reads else self.step.survey  # by guesses a trial may go another way
-        self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), seen)
+        self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), self.step.seen)
         self.step, self._dealt = with_islands_apart(self.step)
         tokens = count_tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens

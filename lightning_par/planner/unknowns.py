@@ -49,8 +49,14 @@ def unknowns(planner: Planner) -> list[str]:
             f"not known: what {' and '.join(hooks)} of the module sends, as of weights of other ranks; counted as if "
             "nothing (a dry run counts it)"
         )
-    if planner.step.reads:
-        places = ", ".join(planner.step.reads)
+    balanced = planner.step.balanced
+    if balanced:
+        found.append(
+            f"not known: which experts tokens go to, at {', '.join(balanced)}: counted as if each got as many, which "
+            "takes, sends and keeps what it does there if they do"
+        )
+    if reads := [place for place in planner.step.reads if place not in balanced]:
+        places = ", ".join(reads)
         found.append(
             f"not known: the values that the step reads at {places}; one way of what it does by them is counted"
         )

@@ -15,9 +15,15 @@ _CACHED = type(functools.lru_cache(print))
 _OWN_DRAWS = frozenset(("fork_rng", "Generator"))  # who names them may leave the global generators as they were
 
 
+def tried(step: Callable[..., Any], *args: Any) -> Any:
+    """What ``step`` returns, the outermost function of a trial: caches of those that called the trial itself, as of one
+    that trains by ``trainer.fit``, are not filled by what the step draws."""
+    return step(*args)
+
+
 def drew_for_cache(draw: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What ``draw()`` returns, and the name of the function with a cache, called around it, for which it draws from the
-    global generators, if there is one.
+    """What ``draw()`` returns, and the name of the function with a cache, called around it within the step, for which
+    it draws from the global generators, if there is one.
 
     Example::
 
@@ -36,9 +42,9 @@ def drew_for_cache(draw: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _cached_around(frame: types.FrameType | None) -> Iterator[str]:
-    """The names of the functions with a cache that are being called."""
+    """The names of the functions with a cache that are being called in the step."""
     named: set[str] = set()
-    while frame is not None:
+    while frame is not None and frame.f_code is not tried.__code__:
         code = frame.f_code
         named.update(code.co_names)
         if frame.f_back is not None and _is_cached(frame, code) and named.isdisjoint(_OWN_DRAWS):

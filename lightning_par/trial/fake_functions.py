@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_par.private.fake_tensors import (
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.mask_shares import Share
 
 UNRUN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What fakes raise where a shape depends on values, or is not known without running."""
@@ -62,24 +64,28 @@ class OnOnes:
     Args:
         func: the function.
         unsized: whether the shape of its result depends on values.
+        share: of what its mask lets through; None: all.
     """
 
-    def __init__(self, func: Any, unsized: bool = False) -> None:
-        self.func, self.unsized = func, unsized
+    def __init__(self, func: Any, unsized: bool = False, share: Share | None = None) -> None:
+        self.in_place_of = func
+        self.unsized, self.share = unsized, share
         self.__name__, self.__module__ = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode: Any = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
-        return run_on_ones(mode, self.func, args, kwargs)
+        return run_on_ones(mode, self.in_place_of, args, kwargs, self.share)
 
     def __hash__(self) -> int:
-        return hash(self.func)
+        return hash(self.in_place_of)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OnOnes) and self.func == other.func
+        return isinstance(other, OnOnes) and self.in_place_of == other.in_place_of
 
 
-def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def run_on_fakes(
+    mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, share: Share | None = None
+) -> tuple[Any, Any]:
     """The result of ``func``, or where fakes can't run it what it makes of ones of the same shapes, as fakes.
 
     Some functions give results whose shapes depend on values, some kernels have no fake version, and some fake versions
@@ -90,6 +96,7 @@ def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tup
         func: a torch function.
         args: its arguments; those that are real keep their values.
         kwargs: its arguments by name.
+        share: of what its mask lets through, where that is not known; None: all.
 
     Returns:
         The result, and what to run in the place of ``func`` on other fakes: itself, or an `OnOnes`.
@@ -110,7 +117,7 @@ def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tup
         if not any(map(is_fake, inputs)) or not (isinstance(error, UNRUN) or _of_kernel(error, inputs)):
             raise
         try:
-            return run_on_ones(mode, func, args, kwargs), OnOnes(func, isinstance(error, UNRUN))
+            return run_on_ones(mode, func, args, kwargs, share), OnOnes(func, isinstance(error, UNRUN), share)
         except Exception:
             raise error from None
 
@@ -120,7 +127,7 @@ def _of_kernel(error: Exception, inputs: list[Any]) -> bool:
     return not type(error).__module__.startswith("lightning_par.") and not any(map(is_sharded, inputs))
 
 
-def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, share: Share | None = None) -> Any:
     """As `run_on_fakes` where fakes can't run ``func``."""
     chosen = _at_places(mode, func, args, kwargs)
     if chosen is NotImplemented:
@@ -129,7 +136,9 @@ def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return chosen
     fakes = [x for x in tree_leaves((args, kwargs)) if is_fake(x)]
     device = next((x.device for x in fakes if x.device.type != "cpu"), torch.device("cpu"))
-    result, given = _on_real(func, args, kwargs, fakes, _ones(device))
+    with unset_fake_temporarily():
+        masks = {} if share is None else share.masks(getattr(func, "__name__", ""), args)
+    result, given = _on_real(func, args, kwargs, fakes, _ones(device), masks)
     if not any(isinstance(x, Tensor) for x in tree_leaves(result)):
         raise TypeError("an address, or what else is no value of a tensor")
     known = _known(result, lambda: _on_real(func, args, kwargs, fakes, _zeros(device))[0])
@@ -234,13 +243,19 @@ def _integers(result: Any) -> list[Tensor]:
 
 
 def _on_real(
-    func: Any, args: Any, kwargs: Any, fakes: list[Tensor], ways: Iterable[Callable[[Tensor], Tensor]]
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    fakes: list[Tensor],
+    ways: Iterable[Callable[[Tensor], Tensor]],
+    known: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> tuple[Any, dict[int, Tensor]]:
-    """The result on real tensors in place of ``fakes``; and the fake of each of them, by its id."""
+    """The result on real tensors in place of ``fakes``, those that are ``known`` by their ids; and the fake of each of
+    them, by its id."""
     failure: Exception = RuntimeError("nothing was tried")
     with unset_fake_temporarily():
         for way in ways:
-            real = {id(x): way(x) for x in fakes}
+            real = {id(x): known[id(x)] if id(x) in known else way(x) for x in fakes}
 
             def given(x: Any, real: dict[int, Tensor] = real) -> Any:
                 return real.get(id(x), x)

@@ -30,6 +30,7 @@ from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
 from lightning_par.trial.listener import Listener
+from lightning_par.trial.mask_shares import MaskShares
 from lightning_par.trial.recording import End, Event, in_transform, metric_update
 
 
@@ -59,6 +60,7 @@ class Recorder(TorchFunctionMode):
         self.ends: list[End] = []
         self.drew_for_cache = False  # for a function's that later calls find filled
         self.within = 0  # how many functions are being written out, of which the listener hears as a whole
+        self._shares = MaskShares()
         self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
         self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
 
@@ -151,6 +153,8 @@ class Recorder(TorchFunctionMode):
             with contextlib.suppress(Exception):  # of a kind that can't be faked
                 fake = self.mode.from_tensor(x)
             self._fakes[id(x)] = weakref.ref(x), fake
+        elif x.is_leaf and fake.is_leaf and fake.requires_grad is not x.requires_grad:  # as `requires_grad_` has set it
+            fake.requires_grad_(x.requires_grad)
         return fake
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -166,7 +170,11 @@ class Recorder(TorchFunctionMode):
             args, kwargs = tree_map(self.followed, (args, kwargs))
         real = any(isinstance(x, Tensor) and not is_fake(x) for x in tree_leaves((args, kwargs)))
         with contextlib.nullcontext() if real else self.mode:  # faster, but what is made of the real ones has values
-            return run_on_fakes(self.mode, func, args, kwargs)
+            if not self.hollow:
+                return run_on_fakes(self.mode, func, args, kwargs)
+            found = run_on_fakes(self.mode, func, args, kwargs, self._shares.asked(name, args))
+        self._shares.note(name, args, kwargs, found[0])
+        return found
 
     def tell(self, func: Any, args: Any, kwargs: Any, result: Any, unsized: bool = False) -> None:
         """Let the listener know of a function."""

@@ -57,7 +57,7 @@ def step_flops(recording: Recording) -> int | None:
 
 
 def _flops(event: Event, backward: bool) -> int:
-    func = event.func.func if isinstance(event.func, OnOnes) else event.func
+    func = event.func.in_place_of if isinstance(event.func, OnOnes) else event.func
     made: dict[int, Tensor] = {}
 
     def unreal(x: Any) -> Any:

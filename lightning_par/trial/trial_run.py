@@ -28,6 +28,7 @@ from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
+from lightning_par.python_state.drawing_caches import tried
 from lightning_par.python_state.kept import kept
 from lightning_par.python_state.nested_tensors import cloned
 from lightning_par.python_state.user_code import line_of
@@ -173,7 +174,9 @@ class _Run:
         events = tuple(recorder.events)
         found = Recording(events, parameters, tensors, result, stopped, refused, guesses.patterns)
         found = replace(found, ends=tuple(recorder.ends), drew_for_cache=recorder.drew_for_cache)
-        return found if stopped is not None or recorder.drew_for_cache else _heard(found, recorder, batch)
+        if stopped is not None or (recorder.drew_for_cache and not self.planned):
+            return found  # a run refuses by a trial of its own what a plan counts nevertheless
+        return _heard(found, recorder, batch)
 
     def _called(self, copy: Any, batch: Any, recorder: Recorder) -> tuple[Any, str | None, str | None]:
         """What the step returns, why it ended early, and what no recording can follow, if that was the reason."""
@@ -183,9 +186,9 @@ class _Run:
                 function = getattr(copy, self.step)
                 given = batch if self.prepare is None else self.prepare(batch)
                 if fetches_itself(function):
-                    result = function(Repeated(given))
+                    result = tried(function, Repeated(given))
                 else:
-                    result = function(given, *step_arguments(function, self.loaders))
+                    result = tried(function, given, *step_arguments(function, self.loaders))
                 recorder.took_by(returned, result)
             except (Exception, EndlessError) as error:  # whatever the user's step may raise on fakes: it ends there
                 stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"

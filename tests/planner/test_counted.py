@@ -24,6 +24,19 @@ DEFAULT = [
 ]  # fmt: skip
 
 
+OTHERS = ["gan-ring", "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
+          "mlp_gradient_penalty-tensor"]  # fmt: skip
+"""Steps that run backward or ask gradients themselves, and whose experts get as many tokens in all as was said."""
+
+
+@slow(but=["experts-tensor", "mlp_gradient_penalty-tensor"])
+@pytest.mark.parametrize("row", OTHERS)
+def test_steps_of_other_kinds_send_what_was_said(row: str, pool: Pool) -> None:
+    case, name = row.split("-")
+    lines = differences(pool.run(2, run, case, LAYOUTS[name]), planned(case, LAYOUTS[name]))
+    assert not lines, "\n" + "\n".join(lines)
+
+
 MIXED = [(case, name) for case in ("gpt", "gpt_tied", "hf_llama", "mlp_deep") for name in TWO]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,47 @@ def test_tensors_are_held_by_variables_and_by_what_these_hold() -> None:
     y = torch.zeros(4)
     found = call(y)
     assert {id(x), id(y), id(kept["a"][0])} <= found and id(deep[0][0][0]) not in found
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.last(Doubled.apply(self.first(batch))).sum()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def test_how_it_is_listened_to_is_no_part_of_the_step() -> None:
+    step = record(OwnFunction(), torch.ones(2, 4))
+    assert [event.name for event in step.events] == ["linear", "mul", "linear", "sum", "returned"]
+
+
+@functools.cache
+def noise() -> Tensor:
+    return torch.rand(4)
+
+
+class Noisy(nn.Linear):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch) + noise()).sum()
+
+
+def test_a_step_that_draws_for_a_cache_is_counted() -> None:
+    step = record(Noisy(4, 4), torch.ones(2, 4))
+    assert step.survey is not None and step.seen is None  # a trial for a pipeline refuses it
+    assert noise.cache_info().currsize == 0
 
 
 class Masked(nn.Module):

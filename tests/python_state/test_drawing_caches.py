@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.trial.study import survey
+from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.python_state.drawing_caches import drew_for_cache
 from lightning_par.trial.step import Step
 from lightning_par.trial.trial_run import record_step
@@ -78,6 +79,18 @@ def test_a_pipeline_refuses_what_draws_for_a_cache(table: Callable[[int], Tensor
     step = Step(Net(table), "training_step", BATCH, (0,), nullcontext, True, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r"'(noise|own)', whose results functools\.lru_cache keeps, draws"):
         survey(step)
+
+
+@functools.cache
+def trained() -> int:
+    """As one that trains each of several models once."""
+    step = Step(Net(torch.rand), "training_step", BATCH, (0,), nullcontext, True, torch.device("cpu"))
+    survey(step)
+    return len(record_step(Net(torch.rand), "training_step", BATCH, listeners=lambda: Surveyor(2)).heard.calls)
+
+
+def test_a_cache_of_what_calls_the_trial_is_let_be() -> None:
+    assert trained()
 
 
 @pytest.mark.parametrize("table", [fixed, forked])

@@ -34,6 +34,7 @@ from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_hooks import number_of_backward_hooks
 from lightning_par.python_state import generators
+from lightning_par.python_state.drawing_caches import tried
 from lightning_par.python_state.nested_tensors import cloned, map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import packages_of
@@ -163,7 +164,7 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
         with generators.kept(), streams.kept(), quiet(), hushed(), grad, step.context(), memory, numbers, sets, run:
             streams.begin_step(0, 0)
             with standing_in(axis is not None, asked.draw, guesses):
-                result = getattr(copy, step.name)(batch, *step.rest)
+                result = tried(getattr(copy, step.name), batch, *step.rest)
     except (TypeError, RuntimeError, IndexError) as error:
         if run.mixing is not None and error is not run.mixing:  # the step, or torch for it, has made another one of it
             raise run.mixing from error

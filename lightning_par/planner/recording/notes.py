@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.planner.recording.checkpointed import Region
+from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of, storage_of
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -196,6 +197,7 @@ class StepNotes(Surveyor):
         """Around the step: tensors that autograd keeps are heard."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
+    @no_modes()  # it is called within autograd functions of the user's, whose functions are recorded
     def _pack(self, x: Tensor) -> Tensor:
         if is_fake(x) and memory_of(x) not in self._batch_values:
             self._pending.append(kept_of(x))

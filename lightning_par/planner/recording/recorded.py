@@ -58,6 +58,11 @@ class RecordedStep:
         """The calls of modules with what they cost, if that is known."""
         return None if self.survey is None else self.survey.root
 
+    @property
+    def seen(self) -> Survey | None:
+        """`survey`, but where a trial for a pipeline may go another way, as by guesses, or would refuse the step."""
+        return None if self.reads or self.recording.drew_for_cache else self.survey
+
     @cached_property
     def events(self) -> tuple[Event, ...]:
         return self.recording.events
@@ -93,6 +98,12 @@ class RecordedStep:
     def reads(self) -> tuple[str, ...]:
         """The lines that read what has no values: the step went on by guesses."""
         return tuple(dict.fromkeys(event.place for event in self.events if event.reads))
+
+    @cached_property
+    def balanced(self) -> tuple[str, ...]:
+        """Those of `reads` that ask for the tokens of one of many experts."""
+        events = (event for event in self.events if getattr(event.func, "share", None) is not None)
+        return tuple(dict.fromkeys(event.place for event in events))
 
     @cached_property
     def lives(self) -> tuple[tuple[Tensor, int, int], ...]:

@@ -126,6 +126,9 @@ class ReplayRun:
         self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
         for x in step.recording.parameters.values():
             self.values[id(x)] = self._parameter(x, dealt)
+        # what the step asks gradients of itself, as of a batch: what is made of it is looked at, too
+        asked = (x for event in step.events for x in event.inputs if x.requires_grad and x.is_leaf)
+        self.values.update({id(x): _leaf(torch.empty_like(x), True, False) for x in asked if id(x) not in self.values})
         self.parts: dict[int, Tensor] = {}  # of parameters that are stored in parts, by their ids
         self.blocks: GatheredBlocks | None = None
         if storage is not None:
@@ -325,7 +328,7 @@ def _copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
                 torch.matmul(x, x.new_empty(x.shape[-1], 0))
 
 
-def _leaf(x: Tensor, trained: bool) -> Tensor:
+def _leaf(x: Tensor, trained: bool, parameter: bool = True) -> Tensor:
     x.requires_grad_(trained)
-    mark_parameter(x)
+    mark_parameter(x, parameter)
     return x

@@ -17,7 +17,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.functions import assert_async
 from lightning_par.sharded.rules.gather_scatter import gather_beside
-from lightning_par.sharded.rules.lookup import moves, rule, view
+from lightning_par.sharded.rules.lookup import is_same, moves, rule, view
 from lightning_par.sharded.rules.reduce import accumulated_in, kernel_dtype, peak
 from lightning_par.sharded.tensor import ShardedTensor, full
 
@@ -186,7 +186,7 @@ def nll_loss(
     if not isinstance(input, ShardedTensor) or input.ndim < 2 or size_average is not None or reduce is not None:
         return NotImplemented
     if input._dim != 1:
-        return NotImplemented if func is not F.nll_loss else _by_rows(
+        return NotImplemented if not is_same(func, F.nll_loss) else _by_rows(
             func, input, target, weight, ignore_index, reduction
         )  # fmt: skip
     target = full(target)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.mesh import collectives
-from lightning_par.sharded.rules.lookup import enter, rule, view
+from lightning_par.sharded.rules.lookup import enter, is_same, rule, view
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 
@@ -25,7 +25,8 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """Rows sharded: each rank looks up its own, and one all-reduce fills in the others (Megatron-LM, section 3)."""
-    if func is not F.embedding or scale_grad_by_freq or sparse:  # torch.embedding has its arguments the other way round
+    # torch.embedding has its arguments the other way round
+    if not is_same(func, F.embedding) or scale_grad_by_freq or sparse:
         return NotImplemented
     if max_norm is not None:
         _renorm(ids, weight, max_norm, norm_type)

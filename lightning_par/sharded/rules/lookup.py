@@ -250,6 +250,13 @@ def gathered(x: ShardedTensor) -> Tensor:
 # What rules are written with.
 
 
+def is_same(func: Any, *others: Any) -> bool:
+    """Whether ``func`` is one of ``others``, or runs that in its place, as one does that tensors without values can't
+    run (`lightning_par.trial.fake_functions.OnOnes`)."""
+    func = getattr(func, "in_place_of", func)
+    return any(func is other for other in others)
+
+
 def view(local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
     """The sharded tensor of ``local``; ``dim`` may count from the end."""
     return ShardedTensor(local, dim % local.ndim, positions, axis)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.sharded.rules.lookup import aligned, enter, rule, view
+from lightning_par.sharded.rules.lookup import aligned, enter, is_same, rule, view
 from lightning_par.sharded.rules.reduce import every_rank_has_some
 from lightning_par.sharded.rules.strides import follows
 from lightning_par.sharded.tensor import ShardedTensor
@@ -88,7 +88,7 @@ def batch_norm(
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *more: Any,
 ) -> Any:  # fmt: skip
     """By stored statistics; in training it takes those of all samples."""
-    if func is not F.batch_norm or training or more or not isinstance(x, ShardedTensor) or x._dim == 1:
+    if not is_same(func, F.batch_norm) or training or more or not isinstance(x, ShardedTensor) or x._dim == 1:
         return NotImplemented
     others = (running_mean, running_var, weight, bias)
     if any(isinstance(other, ShardedTensor) for other in others):
@@ -103,7 +103,7 @@ def instance_norm(
     use_input_stats: bool = True, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """By each sample's own statistics; stored ones are updated by all samples."""
-    if func is not F.instance_norm or (use_input_stats and running_mean is not None):
+    if not is_same(func, F.instance_norm) or (use_input_stats and running_mean is not None):
         return NotImplemented
     args = (x, running_mean, running_var, weight, bias, use_input_stats, *args)
     return by_rows(func, {"input": -1}, args, kwargs)
@@ -130,7 +130,7 @@ def one_hot(func: Any, ids: Tensor, num_classes: int = -1) -> Any:
 @follows
 def unfold(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """`F.unfold` of images, or `Tensor.unfold` along another dim."""
-    if func is F.unfold:
+    if is_same(func, F.unfold):
         return by_rows(func, {"input": 3}, (x, *args), kwargs)
     dim = kwargs.get("dimension", args[0] if args else None)
     if not isinstance(x, ShardedTensor) or not isinstance(dim, int) or dim % x.ndim == x._dim:
@@ -169,7 +169,7 @@ def embedding_bag(
     include_last_offset: bool = False, padding_idx: Any = None,
 ) -> Any:  # fmt: skip
     """Bags of ids, one a row."""
-    if func is not F.embedding_bag or ids.ndim != 2 or max_norm is not None or scale_grad_by_freq or sparse:
+    if not is_same(func, F.embedding_bag) or ids.ndim != 2 or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
     if offsets is not None or isinstance(weight, ShardedTensor):
         return NotImplemented

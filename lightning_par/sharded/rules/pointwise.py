@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.sharded.functions import BY_ENTRY
-from lightning_par.sharded.rules.lookup import aligned, moves, rule, view, writes
+from lightning_par.sharded.rules.lookup import aligned, is_same, moves, rule, view, writes
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 
 @rule(*BY_ENTRY)
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run on local parts; a plain operand that has the sharded dim is cut, one that broadcasts over it is entered."""
-    if "out" in kwargs or (func is torch.where and len(args) + len(kwargs) == 1):
+    if "out" in kwargs or (is_same(func, torch.where) and len(args) + len(kwargs) == 1):
         return NotImplemented
     lead = _lead(args, kwargs)
     dim = lead._dim - lead.ndim  # from the right, as broadcasting counts
@@ -124,6 +124,6 @@ def elementwise_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
         return each
     if reduction == "batchmean":
         return each.sum() / given["input"].shape[0]
-    if reduction == "mean" and func in (F.mse_loss, F.l1_loss) and given.get("weight") is not None:
+    if reduction == "mean" and is_same(func, F.mse_loss, F.l1_loss) and given.get("weight") is not None:
         return each.sum() / full(given["weight"]).sum()
     return each.mean() if reduction == "mean" else each.sum()

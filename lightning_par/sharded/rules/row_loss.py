@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.mesh import collectives
-from lightning_par.sharded.rules.lookup import rule, view
+from lightning_par.sharded.rules.lookup import is_same, rule, view
 from lightning_par.sharded.rules.per_sample import Cores, by_rows
 from lightning_par.sharded.rules.pointwise import pointwise
 from lightning_par.sharded.rules.reduce import every_rank_has_some
@@ -65,7 +65,7 @@ def ctc_loss(
     """``log_probs`` (T, N, C); a mean divides each sample's loss by its own length."""
     x = log_probs
     given = (targets, input_lengths, target_lengths)
-    if func is not F.ctc_loss or not isinstance(x, ShardedTensor) or x.ndim != 3 or x._dim != 1:
+    if not is_same(func, F.ctc_loss) or not isinstance(x, ShardedTensor) or x.ndim != 3 or x._dim != 1:
         return NotImplemented
     if any(isinstance(each, ShardedTensor) for each in given) or not every_rank_has_some(x):
         return NotImplemented
