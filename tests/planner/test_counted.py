@@ -24,17 +24,29 @@ DEFAULT = [
 ]  # fmt: skip
 
 
-OTHERS = ["gan-ring", "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
-          "mlp_gradient_penalty-tensor"]  # fmt: skip
-"""Steps that run backward or ask gradients themselves, and whose experts get as many tokens in all as was said."""
+OTHERS = [
+    "gan-ring", "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
+    "mlp_gradient_penalty-tensor", "mlp_branches-tensor", "mlp_branches-data_tensor", "mlp_writes_in_place-tensor",
+]  # fmt: skip
+"""Steps that run backward or ask gradients themselves; experts, which get as many tokens in all as was said; layers that
+look alike, of whose values different things become."""
 
 
-@slow(but=["experts-tensor", "mlp_gradient_penalty-tensor"])
+@slow(but=["experts-tensor", "mlp_branches-tensor"])
 @pytest.mark.parametrize("row", OTHERS)
 def test_steps_of_other_kinds_send_what_was_said(row: str, pool: Pool) -> None:
     case, name = row.split("-")
-    lines = differences(pool.run(2, run, case, LAYOUTS[name]), planned(case, LAYOUTS[name]))
+    layout = LAYOUTS[name]
+    lines = differences(pool.run(ranks_of(layout), run, case, layout), planned(case, layout))
     assert not lines, "\n" + "\n".join(lines)
+
+
+def test_what_goes_by_masks_of_a_split_batch_is_counted() -> None:
+    assert planned("hf_mixtral", LAYOUTS["ring"])[0].sent["sequence"]
+
+
+def test_gradients_that_a_step_asks_of_its_batch_are_counted() -> None:
+    assert planned("mlp_gradient_penalty", LAYOUTS["tensor"])[0].sent["tensor"] == 2560
 
 
 MIXED = [(case, name) for case in ("gpt", "gpt_tied", "hf_llama", "mlp_deep") for name in TWO]
