@@ -27,9 +27,10 @@ DEFAULT = [
 OTHERS = [
     "gan-ring", "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
     "mlp_gradient_penalty-tensor", "mlp_branches-tensor", "mlp_branches-data_tensor", "mlp_writes_in_place-tensor",
+    "torch_attention-fsdp", "torch_attention_5_heads-fsdp",
 ]  # fmt: skip
-"""Steps that run backward or ask gradients themselves; experts, which get as many tokens in all as was said; layers that
-look alike, of whose values different things become."""
+"""Steps that run backward or ask gradients themselves; experts, which get as many tokens in all as was said; layers
+that look alike, of whose values different things become; a view of a weight that a call within another uses."""
 
 
 @slow(but=["experts-tensor", "mlp_branches-tensor"])
@@ -46,7 +47,7 @@ def test_what_goes_by_masks_of_a_split_batch_is_counted() -> None:
 
 
 def test_gradients_that_a_step_asks_of_its_batch_are_counted() -> None:
-    assert planned("mlp_gradient_penalty", LAYOUTS["tensor"])[0].sent["tensor"] == 2560
+    assert planned("mlp_gradient_penalty", LAYOUTS["tensor"])[0].sent["tensor"] == 2952
 
 
 MIXED = [(case, name) for case in ("gpt", "gpt_tied", "hf_llama", "mlp_deep") for name in TWO]

@@ -68,26 +68,31 @@ def stage_uses(step: RecordedStep, first: int, end: int) -> StageUses:
 def uses_of(step: RecordedStep, first: int = 0, end: int | None = None) -> dict[str, tuple[Use, ...]]:
     """Of each parameter, by its first name, the calls of modules that use it, from one event to another."""
     found: dict[str, dict[int, Use]] = defaultdict(dict)
-    held, none, taken = step.held, frozenset[int](), set[str]()
+    held, none = step.held, frozenset[int]()
+    taken = dict[tuple[str, int | None], None]()  # names of weights, with the call that took each; None: the next noted
+    views: dict[int, int | None] = {}  # of a weight, by their ids, with the call that took the weight
     for number, (event, note) in enumerate(zip(step.events[first:end], step.notes[first:end]), first):
         if _sets_gradient(event.args):
             continue
-        taken |= {held[memory_of(x)] for x in event.inputs if memory_of(x) in held}  # views of it, too
+        own = None if note is None else note.call
+        given = {memory_of(x): views.get(id(x), own) for x in event.inputs if memory_of(x) in held}  # views of it, too
+        taken |= {(held[memory], call): None for memory, call in given.items()}
+        views.update((id(x), given[memory_of(x)]) for x in event.outputs if memory_of(x) in given)
         if note is None:  # it is part of what is noted as a whole
             continue
         reached, after = step.backwards_to[number], sum(end.events <= number for end in step.recording.ends)
         kept = {step.weight_of(event, kept) for kept in note.kept}
         off = {step.names[key][0] for key in note.off if key in step.names}
-        for name in taken:
+        for name, call in ((name, note.call if call is None else call) for name, call in taken):
             again = note.region > 0
             needed, summed = reached if again or name in kept else none, none if name in off else reached
-            before = found[name].get(note.call)
+            before = found[name].get(call)
             if before is not None:
                 needed, summed = needed | before.needed, summed | before.summed
                 after, again = before.after, again and before.again
             alone = name in off and (before is None or before.off)
-            found[name][note.call] = Use(step.calls[note.call].path, note.call, after, needed, summed, alone, again)
-        taken = set()
+            found[name][call] = Use(step.calls[call].path, call, after, needed, summed, alone, again)
+        taken = {}
     return {name: tuple(uses.values()) for name, uses in found.items()}
 
 

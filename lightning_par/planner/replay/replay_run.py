@@ -127,8 +127,9 @@ class ReplayRun:
         for x in step.recording.parameters.values():
             self.values[id(x)] = self._parameter(x, dealt)
         # what the step asks gradients of itself, as of a batch: what is made of it is looked at, too
-        asked = (x for event in step.events for x in event.inputs if x.requires_grad and x.is_leaf)
-        self.values.update({id(x): _leaf(torch.empty_like(x), True, False) for x in asked if id(x) not in self.values})
+        for x in (x for event in step.events for x in event.inputs if id(x) not in step.of_model):
+            if id(x) not in self.values and x.requires_grad and x.is_leaf:
+                self.values[id(x)] = _leaf(torch.empty_like(x), True, False)
         self.parts: dict[int, Tensor] = {}  # of parameters that are stored in parts, by their ids
         self.blocks: GatheredBlocks | None = None
         if storage is not None:
