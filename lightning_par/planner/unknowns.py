@@ -49,6 +49,11 @@ def unknowns(planner: Planner) -> list[str]:
             f"not known: what {' and '.join(hooks)} of the module sends, as of weights of other ranks; counted as if "
             "nothing (a dry run counts it)"
         )
+    if own := planner.step.own_functions:
+        found.append(
+            f"not known: what is gathered for {' and '.join(own)} along tensor and sequence, and of their gradients; "
+            "counted as the functions that they call"
+        )
     balanced = planner.step.balanced
     if balanced:
         found.append(

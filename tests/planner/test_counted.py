@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from lightning_par.planner.replay.replay_run import ReplayRun, UntoldError
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
-from tests.planner.counted import CASES, LAYOUTS, TWO, differences, planned, ranks_of, run
+from tests.planner.counted import CASES, LAYOUTS, TWO, differences, planned, planner, ranks_of, run
 
 UNSPREAD = {"data", "ring", "ulysses", "all_gather", "ring_4"}
 """Layouts in which each rank has all gradients whole, and knows their norm by itself."""
@@ -44,6 +47,16 @@ def test_steps_of_other_kinds_send_what_was_said(row: str, pool: Pool) -> None:
 
 def test_what_goes_by_masks_of_a_split_batch_is_counted() -> None:
     assert planned("hf_mixtral", LAYOUTS["ring"])[0].sent["sequence"]
+
+
+def test_what_cannot_be_run_again_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(planner("mlp_branches"), "_sent", {})
+    monkeypatch.setattr(ReplayRun, "_run", fails)
+    with pytest.raises(UntoldError, match=r"can't be told: linear at .*dense\.py:\d+ can't be run .*Error: no kernel$"):
+        planned("mlp_branches", LAYOUTS["tensor"])
 
 
 def test_gradients_that_a_step_asks_of_its_batch_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import Any
 
@@ -48,6 +49,11 @@ class Doubled(torch.autograd.Function):
 def test_how_it_is_listened_to_is_no_part_of_the_step() -> None:
     step = record(OwnFunction(), torch.ones(2, 4))
     assert [event.name for event in step.events] == ["linear", "mul", "linear", "sum", "returned"]
+
+
+def test_autograd_functions_of_the_module_s_own_are_named() -> None:
+    (named,) = record(OwnFunction(), torch.ones(2, 4)).own_functions
+    assert re.fullmatch(r"Doubled at .*test_notes\.py:\d+", named)
 
 
 @functools.cache

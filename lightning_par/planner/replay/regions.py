@@ -37,6 +37,7 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
             run.run_plainly(made, first, end)
             return
         again = copy.copy(run)
+        again.is_second = True
         again.values, again.last, again.asked = {**weights, **given}, defaultdict(list, last), []
         again.gathers = None if run.blocks is None else run.blocks.again()
         again.run_plainly(set(), first, end)

@@ -135,6 +135,7 @@ class ReplayRun:
         if storage is not None:
             self.blocks = store(storage, step, self.values, self.parts, self.tensor.rank, self.fake)
         self.gathers: GatheredBlocks | GatheredAgain | None = self.blocks
+        self.is_second = False  # whether it runs a region again, which has run before
         self.asked: list[bool] = []  # of each call of attention, whether it is for this rank's own tokens alone
         if self.tokens is not None and given is not None:
             self._mark_batch(given)
@@ -251,11 +252,10 @@ class ReplayRun:
                 stack.enter_context(torch.no_grad())
             try:
                 result = self._run(event, args, kwargs)
-            except WITHOUT_VALUE as error:
-                raise UntoldError(
-                    f"what is sent can't be told: {event.name} at {event.place} goes by values, which a plan has "
-                    "none of"
-                ) from error
+            except Exception as error:  # whatever functions and rules raise of tensors without values
+                if self.is_second:
+                    raise  # as what ends the second run of a region
+                raise _untold(event, error) from error
         new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for old, value in zip(event.outputs, new, strict=False):
             self.values[id(old)] = value
@@ -319,6 +319,14 @@ class ReplayRun:
 
     def _value(self, x: Any) -> Any:
         return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
+
+
+def _untold(event: Event, error: Exception) -> UntoldError:
+    why = "goes by values, which a plan has none of"
+    if not isinstance(error, WITHOUT_VALUE):
+        first, _, _ = str(error).strip().partition("\n")
+        why = f"can't be run again without values: {type(error).__name__}: {first[:200]}"
+    return UntoldError(f"what is sent can't be told: {event.name} at {event.place} {why}")
 
 
 def _copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
