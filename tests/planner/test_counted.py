@@ -53,7 +53,7 @@ def test_what_cannot_be_run_again_is_told_with_its_line(monkeypatch: pytest.Monk
     def fails(*args: Any) -> Any:
         raise RuntimeError("no kernel\nfor this")
 
-    monkeypatch.setattr(planner("mlp_branches"), "_sent", {})
+    monkeypatch.setattr(planner("mlp_branches", "32-true", None), "_sent", {})
     monkeypatch.setattr(ReplayRun, "_run", fails)
     with pytest.raises(UntoldError, match=r"can't be told: linear at .*dense\.py:\d+ can't be run .*Error: no kernel$"):
         planned("mlp_branches", LAYOUTS["tensor"])

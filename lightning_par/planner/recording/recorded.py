@@ -20,7 +20,7 @@ from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
 from lightning_par.planner.recording.uses import Use, backwards_to, uses_of
-from lightning_par.private.graph import function_of, node_of
+from lightning_par.private.graph import function_of, made_by
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
 from lightning_par.trial.recording import Event, Recording
@@ -109,7 +109,7 @@ class RecordedStep:
     @cached_property
     def own_functions(self) -> tuple[str, ...]:
         """Autograd functions of the user's, each with the line that calls it."""
-        found = ((node_of(x), event.place) for event in self.events for x in event.outputs if id(x) in self.of_model)
+        found = ((made_by(x), event.place) for event in self.events for x in event.outputs if id(x) in self.of_model)
         named = ((function_of(type(node)), place) for node, place in found)
         ours = ("torch.", "lightning_par.")
         own = (f"{cls.__name__} at {place}" for cls, place in named if cls and not cls.__module__.startswith(ours))
