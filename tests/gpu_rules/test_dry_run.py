@@ -44,7 +44,8 @@ class OnTheHost(L.LightningModule):
 
 
 def _found(layout: str, **given: Any) -> tuple[Counts, Counts]:
-    on = (dry_run(small, BATCH, LAYOUTS[layout], devices=2, rank=1, accelerator=x, **given) for x in ("cpu", "gpu"))
+    batch = (BATCH[0], BATCH[1].clone())  # one tensor that comes twice is two once it is moved
+    on = (dry_run(small, batch, LAYOUTS[layout], devices=2, rank=1, accelerator=x, **given) for x in ("cpu", "gpu"))
     cpu, gpu = on
     return cpu, gpu
 

@@ -22,10 +22,11 @@ _BETWEEN = (
     "lightning_par.pipeline.run.unit_calls",
     *(
         "lightning_par.sharded.patches.tensor_data",
+        "lightning_par.sharded.patches.shared_arrays",
         "lightning_par.sharded.tensor",
         "lightning_par.fsdp.stored_parameter",
         "lightning_par.private.fake_tensors",
-    ),  # of ``x.data``, for whoever wrote that
+    ),  # of ``x.data`` and ``x.numpy()``, for whoever wrote that
 )
 _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.
