@@ -13,7 +13,7 @@ from lightning_par.planner.messages.clipped import Clip
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.recording.by_hand import refuse_of_trainer
 from lightning_par.planner.recording.given_batch import read_batch
-from lightning_par.planner.replay.replay_run import UntoldError
+from lightning_par.planner.replay.untold import UntoldError
 from lightning_par.planner.report import Plan, named
 
 RECOMPUTES = ("none", "selective", "full")

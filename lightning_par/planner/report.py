@@ -11,7 +11,7 @@ from typing import Any
 from lightning_par.planner.advice import Advice
 from lightning_par.planner.layouts.candidates import RuledOut
 from lightning_par.planner.prediction import Prediction
-from lightning_par.planner.replay.replay_run import UntoldError
+from lightning_par.planner.replay.untold import UntoldError
 from lightning_par.strategies.startup_table import bytes_text, format_rows
 
 SHOWN = 12

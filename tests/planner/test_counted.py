@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_par.planner.replay.replay_run import ReplayRun, UntoldError
+from lightning_par.planner.replay.replay_run import ReplayRun
+from lightning_par.planner.replay.untold import UntoldError
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.planner.counted import CASES, LAYOUTS, TWO, differences, planned, planner, ranks_of, run

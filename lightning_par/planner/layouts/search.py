@@ -9,7 +9,7 @@ from lightning_par.planner.layouts.candidates import Launched, RuledOut, candida
 from lightning_par.planner.layouts.pipelines import Pipelines
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.prediction import Prediction
-from lightning_par.planner.replay.replay_run import UntoldError
+from lightning_par.planner.replay.untold import UntoldError
 
 EXACT = 24
 """Layouts that are priced exactly, of those that a rough price puts first."""

@@ -16,7 +16,8 @@ from lightning_par.planner.recording.batch_plan import batch_plan
 from lightning_par.planner.recording.recorded import RecordedStep
 from lightning_par.planner.recording.stages import StageCut
 from lightning_par.planner.replay.gpu_kernels import GpuKernels
-from lightning_par.planner.replay.replay_run import Place, ReplayRun, StageReplay
+from lightning_par.planner.replay.place import Place
+from lightning_par.planner.replay.replay_run import ReplayRun, StageReplay
 from lightning_par.planner.replay.storage import Storage
 from lightning_par.python_state import generators
 from lightning_par.sequence.plan import SequencePlan

@@ -22,9 +22,11 @@ from lightning_par.planner.recording.recorded import RecordedStep, casting
 from lightning_par.planner.replay.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.replay.crossing_values import handed_on, leaving, nbytes, received
 from lightning_par.planner.replay.gathered_blocks import GatheredAgain, GatheredBlocks
+from lightning_par.planner.replay.place import Place
 from lightning_par.planner.replay.regions import run_again
 from lightning_par.planner.replay.storage import Storage, store
-from lightning_par.private.fake_tensors import WITHOUT_VALUE, unset_fake_temporarily
+from lightning_par.planner.replay.untold import untold
+from lightning_par.private.fake_tensors import unset_fake_temporarily
 from lightning_par.private.graph import made_by
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
@@ -44,10 +46,6 @@ TAKEN, RETURNED = "taken", "returned"
 """Of a stage: bytes of the values that it takes from the one before it, and of the gradients that go back."""
 
 
-class UntoldError(ValueError):
-    """What a layout sends can't be told from a step without values; says where it goes by them."""
-
-
 @dataclass(frozen=True)
 class StageReplay:
     """What one microbatch is to a rank in one stage.
@@ -59,31 +57,6 @@ class StageReplay:
 
     sent: dict[str, float]
     trace: StageTrace | None
-
-
-@dataclass(frozen=True)
-class Place:
-    """One rank of the tensor and sequence axes, and how these are used.
-
-    Attributes:
-        tensor: ranks of the tensor axis, and the index among them.
-        sequence: the same of the sequence axis.
-        residual: whether tokens are sharded over the tensor axis between islands.
-        attention: the scheme of the sequence axis.
-        live: whether live tensors are counted, too; slower.
-        split: whether a backward runs in two parts, of inputs and of weights.
-        shared: stages that find copies of weights in low precision, and keep them.
-        gpu: whether kernels are a GPU's.
-    """
-
-    tensor: tuple[int, int]
-    sequence: tuple[int, int]
-    residual: bool
-    attention: Any
-    live: bool = False
-    split: bool = False
-    shared: tuple[int, ...] = ()
-    gpu: bool = False
 
 
 class ReplayRun:
@@ -255,7 +228,7 @@ class ReplayRun:
             except Exception as error:  # whatever functions and rules raise of tensors without values
                 if self.is_second:
                     raise  # as what ends the second run of a region
-                raise _untold(event, error) from error
+                raise untold(event, error) from error
         new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for old, value in zip(event.outputs, new, strict=False):
             self.values[id(old)] = value
@@ -319,14 +292,6 @@ class ReplayRun:
 
     def _value(self, x: Any) -> Any:
         return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
-
-
-def _untold(event: Event, error: Exception) -> UntoldError:
-    why = "goes by values, which a plan has none of"
-    if not isinstance(error, WITHOUT_VALUE):
-        first, _, _ = str(error).strip().partition("\n")
-        why = f"can't be run again without values: {type(error).__name__}: {first[:200]}"
-    return UntoldError(f"what is sent can't be told: {event.name} at {event.place} {why}")
 
 
 def _copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
