@@ -16,6 +16,7 @@ from lightning_par.fsdp.regathered import Again, Regathered, Together
 from lightning_par.fsdp.saved import Packed, Viewed, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.host_values import agreed, on_device
+from lightning_par.private.modes import unselected
 from lightning_par.private.module_hooks import drop_forward_hooks
 from lightning_par.private.modules import parameters_of
 from lightning_par.private.storage import memory_of
@@ -80,9 +81,12 @@ class Prefetch(Gathering):
                     f"{user_line()}. Make it of the whole weight: `weight.clone().detach().requires_grad_()`."
                 )
             return full(x)  # a gradient, or something else that lies as a weight does
-        found = self.blocks.served(x, dtype) if self.blocks.serving else None
-        if found is not None:
-            return found
+        with unselected():
+            found = self.blocks.served(x, dtype) if self.blocks.serving else None
+            return self._gathered(x, dtype) if found is None else found
+
+    def _gathered(self, x: Stored, dtype: torch.dtype | None) -> Tensor:
+        """As `gathered`, of what no call that runs has."""
         if dtype is None or id(x) in self._throughout:  # it is there in one precision, with one leaf
             dtype = x._local.dtype
         use = torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled(), dtype

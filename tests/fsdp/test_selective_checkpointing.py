@@ -46,13 +46,41 @@ class Selective(Net):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _train(**layout: Any) -> dict[str, Any]:
-    return trained(Selective(), loader(), partial(HybridParallelStrategy, **layout), use_distributed_sampler=False)
+class Lone(Selective):
+    """Weights that no block has, of which one is used before a region, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.eye(6) + 0.1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, _keeps_products)
+        x = x @ self.first
+        for layer in self.layers:
+            x = checkpoint(partial(self._region, layer), x, use_reentrant=False, context_fn=contexts)
+        return self.head(x @ self.second)  # type: ignore[no-any-return]
+
+    def _region(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x @ self.first) @ self.second  # type: ignore[no-any-return]
 
 
-@slow(but=["fsdp"])
+class Tied(Selective):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2][0].weight = self.layers[0][0].weight  # type: ignore[index]
+
+
+MODELS: dict[str, type[Selective]] = {"layers": Selective, "lone": Lone, "tied": Tied}
+
+
+def _train(model: str = "layers", **layout: Any) -> dict[str, Any]:
+    return trained(MODELS[model](), loader(), partial(HybridParallelStrategy, **layout), use_distributed_sampler=False)
+
+
+@slow(but=["layers-fsdp", "lone-fsdp", "tied-fsdp_kept"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_region_trains_as_on_one_device(name: str, pool: Pool) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_a_region_trains_as_on_one_device(model: str, name: str, pool: Pool) -> None:
     layout = LAYOUTS[name]
     world = 4 if sum(key.endswith("_size") for key in layout) > 1 else 2
-    check(pool, _train, world=world, **layout)
+    check(pool, _train, world=world, model=model, **layout)

@@ -18,11 +18,14 @@ class Gathering:
         gathers: messages that gather them.
         sums: messages that sum their gradients.
         off: weights that require none meanwhile.
+        alone: weights that are gathered without the others, each as often as it is here: for what backward runs again
+            of a call.
     """
 
     gathers: int
     sums: int
     off: frozenset[str]
+    alone: tuple[str, ...] = ()
 
 
 def gatherings(
@@ -45,27 +48,34 @@ def gatherings(
             key = use.after if stays else max((n for n in begins if n <= use.call), default=-1)
             if block.has(use.path) and key in found:
                 found[key].append((name, use))
-    return [_gathering(key if stays else tree.after(key), uses, tree, stays or is_last, reshard, block.stays)
-            for key, uses in found.items()]  # fmt: skip
+    first = min(begins, default=None)
+    return [_gathering(key if stays else tree.after(key), uses, tree, stays or is_last, reshard, block.stays,
+                       None if block.stays else first if stays else key) for key, uses in found.items()]  # fmt: skip
 
 
 def _gathering(
-    after: int, uses: Sequence[tuple[str, Use]], tree: ModuleUses, held: bool, reshard: bool, stays: bool
-) -> Gathering:
-    needed = frozenset[int]().union(*(use.needed for _, use in uses))
+    after: int, uses: Sequence[tuple[str, Use]], tree: ModuleUses, held: bool, reshard: bool, stays: bool,
+    begin: int | None,
+) -> Gathering:  # fmt: skip
+    whole = [use for _, use in uses if begin is None or not use.is_run_alone(begin)]
+    needed = frozenset[int]().union(*(use.needed for use in whole))
     summed = frozenset[int]().union(*(use.summed for _, use in uses)) if tree.backwards else LAST
     on = {name for name, use in uses if not use.off}
     off = frozenset(name for name, _ in uses) - on if tree.backwards else frozenset[str]()
-    if not stays and _is_run_again(uses):
-        again = needed  # for which the graph has kept none of the weights
+    if not stays and _is_run_again(whole):
+        again = len(needed)  # for which the graph has kept none of the weights
     else:
-        again = (needed - {after} if held else needed) if reshard else frozenset()  # else the graph itself has them
-    return Gathering(1 + len(again), len(summed), off)
+        again = len(needed - {after} if held else needed) if reshard else 0  # else the graph itself has them
+    calls = {use.call for use in whole if use.needed and use.again is not None} if stays else frozenset[int]()
+    # what stays is let go at forward's end: each call that backward runs again gathers it, but where nothing is let go
+    again += len(calls) if reshard else min(len(calls), 1)
+    alone = tuple(name for name, use in uses if use not in whole and use.needed)
+    return Gathering(1 + again, len(summed), off, alone)
 
 
-def _is_run_again(uses: Sequence[tuple[str, Use]]) -> bool:
+def _is_run_again(uses: Sequence[Use]) -> bool:
     """Whether backward runs all again that needs a block's weights."""
-    needing = [use.again for _, use in uses if use.needed]
+    needing = [use.again is not None for use in uses if use.needed]
     return bool(needing) and all(needing)
 
 

@@ -190,6 +190,7 @@ class ByRank:
             for one in gatherings(block, tree, stage, reshard, block is last):
                 on = [known[x].message for x in block.names if known[x].parameter.trained and x not in one.off]
                 sent += one.gathers * block.gathered(p.moved(), p.moved(False)) * times
+                sent += sum(known[x].message * p.moved(known[x].parameter.low) for x in one.alone) * times
                 sent += one.sums * (sum(on) + len(on) * (len(on) > 1)) * p.gradients * times
         for part in alone:
             sent += self._by_use(part, stage.uses.get(part.parameter.name, ()))

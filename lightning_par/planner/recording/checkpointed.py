@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from lightning_par.private.graph import checkpoint_generator, checkpointing_as
@@ -24,10 +26,12 @@ class Region(NamedTuple):
         context_fn: gives what `torch.utils.checkpoint.checkpoint` enters around the first run and around the second, as
             for selective checkpointing.
         stops: whether the second run ends with the last tensor that backward needs; the reentrant kind's does not.
+        call: of a module, by its number, in which it begins.
     """
 
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn
     stops: bool = True
+    call: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -53,16 +57,29 @@ def regions_heard(hears: Hears) -> Iterator[None]:
 
     def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         told = named.bind(fn, *args, **kwargs).arguments
-        hears.begin_region(Region(told.get("context_fn", noop_context_fn), told.get("early_stop", True)))
-        yield
-        hears.end_region()
+        with _region(hears, Region(told.get("context_fn", noop_context_fn), told.get("early_stop", True))):
+            yield
 
     with checkpointing_as(generator, partial(_run_once, hears)):
         yield
 
 
 def _run_once(hears: Hears, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    hears.begin_region(Region(stops=False))
-    result = run(*args)
-    hears.end_region()
-    return result
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        with torch.no_grad():  # as torch's own function has no graph then
+            return run(*args)
+    with _region(hears, Region(stops=False)):
+        return run(*args)
+
+
+@contextmanager
+def _region(hears: Hears, region: Region) -> Iterator[None]:
+    """What is done inside is ``region``, unless no backward comes there."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    hears.begin_region(region)
+    try:
+        yield
+    finally:
+        hears.end_region()

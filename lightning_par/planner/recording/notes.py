@@ -145,7 +145,7 @@ class StepNotes(Surveyor):
     def begin_region(self, region: Region) -> None:
         """What follows is run again in backward; what is within that is a part of it."""
         if not self._depth:
-            self._regions.append(region)
+            self._regions.append(region._replace(call=self._running[-1]))
         self._depth += 1
 
     def end_region(self) -> None:

@@ -14,7 +14,7 @@ from lightning_par.planner.recording.checkpointed import regions_heard
 from lightning_par.planner.recording.notes import Heard, Note, StepNotes
 from lightning_par.planner.recording.recorded import RecordedStep, casting
 from lightning_par.planner.recording.unit_runs import told_apart
-from lightning_par.planner.replay.gpu_kernels import GpuKernels
+from lightning_par.planner.replay.gpu_kernels import kernels
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.trial.recording import Recording
 from lightning_par.trial.trial_run import record_step
@@ -51,7 +51,7 @@ def record(
             stack.enter_context(regions_heard(made[-1]))
         return stack
 
-    with GpuKernels() if gpu else contextlib.nullcontext():
+    with kernels(gpu):
         recording = record_step(
             module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
             hears_started=True, planned=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
 from lightning_par.planner.recording.uses import Use, backwards_to, uses_of
 from lightning_par.private.graph import function_of, made_by
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
 from lightning_par.trial.recording import Event, Recording
@@ -157,10 +158,18 @@ class RecordedStep:
 
     @cached_property
     def graded(self) -> frozenset[str]:
-        """The first names of the parameters that a function takes of which autograd keeps a graph: no backward comes to
-        others."""
-        graphs = (event for event in self.events if event.graph and any(x.requires_grad for x in event.outputs))
-        return frozenset(self.held[memory_of(x)] for event in graphs for x in event.inputs if memory_of(x) in self.held)
+        """The first names of the parameters that a backward comes to, by the graph that autograd keeps."""
+        result = self.recording.result
+        loss = result["loss"] if isinstance(result, Mapping) and "loss" in result else result
+        ends = [end.value for end in self.recording.ends] or tree_leaves(loss)
+        wanted = {memory_of(x) for x in ends if isinstance(x, Tensor)}
+        for event in reversed(self.events):
+            made = event.outputs or event.inputs[:1]  # what only writes makes of that
+            # without a graph: within autograd functions of the user's own, whose results have one
+            to = (x for x in made if (x.requires_grad if event.graph else memory_of(x) not in self.held))
+            if any(memory_of(x) in wanted for x in to):
+                wanted.update(memory_of(x) for x in event.inputs if x.requires_grad or not event.graph)
+        return frozenset(name for memory, name in self.held.items() if memory in wanted)
 
     @cached_property
     def regions(self) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ class Use:
         needed: which backwards need the parameter's values.
         summed: which make a gradient of it.
         off: whether it required none in this call.
-        again: whether backward runs all of that again, and so gathers it again, too.
+        again: the call in which what backward runs again of it begins, if that is all of it; what is run again gathers
+            again, too.
     """
 
     path: str
@@ -36,7 +37,11 @@ class Use:
     needed: frozenset[int] = LAST
     summed: frozenset[int] = LAST
     off: bool = False
-    again: bool = False
+    again: int | None = None
+
+    def is_run_alone(self, call: int) -> bool:
+        """Whether backward runs it again without ``call``, of which it is a part."""
+        return self.again is not None and self.again >= call
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,13 @@ def uses_of(step: RecordedStep, first: int = 0, end: int | None = None) -> dict[
         kept = {step.weight_of(event, kept) for kept in note.kept}
         off = {step.names[key][0] for key in note.off if key in step.names}
         for name, call in ((name, note.call if call is None else call) for name, call in taken):
-            again = note.region > 0
-            needed, summed = reached if again or name in kept else none, none if name in off else reached
+            again = step.region(note.region).call if note.region else None
+            needed, summed = reached if note.region or name in kept else none, none if name in off else reached
             before = found[name].get(call)
             if before is not None:
                 needed, summed = needed | before.needed, summed | before.summed
-                after, again = before.after, again and before.again
+                after = before.after
+                again = None if again is None or before.again is None else min(again, before.again)
             alone = name in off and (before is None or before.off)
             found[name][call] = Use(step.calls[call].path, call, after, needed, summed, alone, again)
         taken = {}

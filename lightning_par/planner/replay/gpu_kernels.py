@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class GpuKernels(TorchFunctionMode):
         elif func in (F.rms_norm, torch.rms_norm):
             return _rms_norm(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def kernels(gpu: bool) -> AbstractContextManager[Any]:
+    """Inside, kernels are a GPU's, or a CPU's. What backward runs again is within no mode that torch was in before: it
+    wants it anew."""
+    return GpuKernels() if gpu else nullcontext()
 
 
 def _single(x: Any) -> Any:

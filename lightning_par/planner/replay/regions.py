@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_par.planner.recording.checkpointed import Region
+from lightning_par.planner.replay.gpu_kernels import kernels
 
 if TYPE_CHECKING:
     from lightning_par.planner.replay.replay_run import ReplayRun
@@ -40,7 +41,8 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
         again.is_second = True
         again.values, again.last, again.asked = {**weights, **given}, defaultdict(list, last), []
         again.gathers = None if run.blocks is None else run.blocks.again()
-        again.run_plainly(set(), first, end)
+        with kernels(run.place.gpu):
+            again.run_plainly(set(), first, end)
 
     # No generator draws for fakes, and a region that backward runs comes to what it came to.
     with set_checkpoint_early_stop(region.stops):

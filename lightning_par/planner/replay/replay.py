@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 
 from lightning_par.planner.recording.batch_plan import batch_plan
 from lightning_par.planner.recording.recorded import RecordedStep
 from lightning_par.planner.recording.stages import StageCut
-from lightning_par.planner.replay.gpu_kernels import GpuKernels
+from lightning_par.planner.replay.gpu_kernels import kernels
 from lightning_par.planner.replay.place import Place
 from lightning_par.planner.replay.replay_run import ReplayRun, StageReplay
 from lightning_par.planner.replay.storage import Storage
@@ -76,8 +75,8 @@ def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | Non
 
 @contextlib.contextmanager
 def _running(run: ReplayRun) -> Iterator[None]:
-    state, kernels = RunState.current, GpuKernels() if run.place.gpu else nullcontext()
-    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad(), kernels:
+    state, mode = RunState.current, kernels(run.place.gpu)
+    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad(), mode:
         state.streams.in_step = True
         try:
             yield
