@@ -144,12 +144,12 @@ def made_by(x: Tensor) -> Any:
     ``weight[0].zero_()`` within ``no_grad``: code that uses it with gradients is then refused by torch itself.
     """
     try:
-        return node_of(x) if type(x) in _TORCHS else x.grad_fn  # the property's patch is for user code
+        return node_of(x) if type(x) in _PLAIN else x.grad_fn  # the property's patch is for user code
     except RuntimeError:
         return None
 
 
-_TORCHS = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def can_order_nodes() -> bool:

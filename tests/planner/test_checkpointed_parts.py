@@ -168,3 +168,23 @@ def test_what_is_run_again_on_a_gpu_has_its_kernels() -> None:
     planner = Planner(Attends, torch.ones(2, 16, WIDTH), read_machine("8xH100")[0], "32-true", "none", True)
     found = layout_dict(planner.evaluate(dict(tensor_parallel_size=2), 2))
     assert found["ranks"][0]["sent"]["tensor"] > 0
+
+
+class WithOutputs(LightningModule):
+    """Returns beside its loss what no loss goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.probe = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": self.net(batch).sum(), "out": self.probe(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_gradients_come_from_the_loss_alone() -> None:
+    machine = replace(read_machine("8xH100")[0], gpu=False)
+    planner = Planner(WithOutputs, torch.ones(2, 4), machine)
+    assert planner.step.graded == {"net.weight", "net.bias"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,10 @@ from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
 from lightning_par.planner.recording.uses import Use, backwards_to, uses_of
 from lightning_par.private.graph import function_of, made_by
-from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
-from lightning_par.trial.recording import Event, Recording
+from lightning_par.trial.recording import Event, Recording, returned
+from lightning_par.trial.step import loss_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +159,12 @@ class RecordedStep:
     @cached_property
     def graded(self) -> frozenset[str]:
         """The first names of the parameters that a backward comes to, by the graph that autograd keeps."""
-        result = self.recording.result
-        loss = result["loss"] if isinstance(result, Mapping) and "loss" in result else result
-        ends = [end.value for end in self.recording.ends] or tree_leaves(loss)
-        wanted = {memory_of(x) for x in ends if isinstance(x, Tensor)}
+        loss = loss_in(self.recording.result)
+        ends = [end.value for end in self.recording.ends] or ([] if loss is None else [loss])
+        wanted = {memory_of(x) for x in ends}
         for event in reversed(self.events):
+            if event.func is returned:  # which takes more than the loss
+                continue
             made = event.outputs or event.inputs[:1]  # what only writes makes of that
             # without a graph: within autograd functions of the user's own, whose results have one
             to = (x for x in made if (x.requires_grad if event.graph else memory_of(x) not in self.held))

@@ -56,6 +56,7 @@ class GatheredBlocks:
         self._uses: dict[GatheredBlock, BlockUse] = {}  # that have weights now
         self._ahead: dict[GatheredBlock, BlockUse] = {}
         self._last: BlockUse | None = None
+        self._kept_again: dict[GatheredBlock, BlockUse] = {}  # by what backward runs again, up to its end
         passing = [call.block for call in calls if not call.block.stays]
         self._final = passing[-1] if passing else None
 
@@ -103,7 +104,7 @@ class GatheredBlocks:
 
     def again(self) -> GatheredAgain:
         """For a part of forward that backward runs again."""
-        return GatheredAgain(self._begins, self._ends, self._lone)
+        return GatheredAgain(self._begins, self._ends, self._lone, self._kept_again if self._keep else None)
 
     def saved(self) -> Any:
         """Around forward: of gathered weights the graph keeps no more than which they are."""
@@ -131,15 +132,22 @@ class GatheredAgain:
     """Follows events that backward runs again, and gathers blocks around their calls; the graph keeps what it needs."""
 
     def __init__(
-        self, begins: Mapping[int, Sequence[BlockCall]], ends: Mapping[int, Sequence[BlockCall]], lone: LoneWeights
+        self,
+        begins: Mapping[int, Sequence[BlockCall]],
+        ends: Mapping[int, Sequence[BlockCall]],
+        lone: LoneWeights,
+        kept: dict[GatheredBlock, BlockUse] | None,
     ) -> None:
-        self._begins, self._ends, self._lone = begins, ends, lone
+        self._begins, self._ends, self._lone, self._kept = begins, ends, lone, kept
 
     def before(self, number: int) -> dict[int, Tensor]:
         """As `GatheredBlocks.before`."""
         found: dict[int, Tensor] = {}
         for call in self._begins.get(number, ()):
-            wholes = BlockUse(call.block, None).weights()  # of no graph: what runs again is not walked through
+            use = BlockUse(call.block, None)
+            if self._kept is not None:
+                use = self._kept.setdefault(call.block, use)
+            wholes = use.weights()  # of no graph: what runs again is not walked through
             found |= {w.key: w.used(x.requires_grad_(w.part.requires_grad)) for w, x in zip(call.block.weights, wholes)}
         return found | self._lone.before(number)
 
