@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import types
 from datetime import timedelta
 from typing import Any
 
@@ -128,3 +129,18 @@ def closed_by_peer(error: BaseException) -> bool:
     when an operation of its own has not ended in time."""
     marks = ("Connection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited")
     return any(mark in str(error) for mark in marks)
+
+
+def functional_collectives() -> list[types.FunctionType]:
+    """Those of torch's functional collectives that take a ``group``; it has no public ones."""
+    from torch.distributed import _functional_collectives as functional
+
+    found = [x for x in vars(functional).values() if isinstance(x, types.FunctionType)]
+    own = [x for x in found if x.__module__ == functional.__name__ and not x.__name__.startswith("_")]
+    return [x for x in own if "group" in x.__code__.co_varnames[: x.__code__.co_argcount]]
+
+
+def is_of_all_processes(group: Any) -> bool:
+    """Whether functional collectives take ``group`` to be all processes, or some by their numbers, as by a list."""
+    world = torch.distributed.group.WORLD
+    return group in (None, world) or isinstance(group, list) or world is not None and group == world.group_name

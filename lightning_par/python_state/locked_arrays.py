@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.lent_tensors import ITEMS, SMALL
@@ -55,7 +57,7 @@ class ReadOnly:
         """A run has got a tensor ``x`` of the memory of an ``array``."""
         if len(self._by_id) < len(self._arrays):
             self._by_id = {id(x): name for name, x in self._arrays}
-        while isinstance(array, np.ndarray):
+        while isinstance(array, np.ndarray):  # by views, to what they are of
             if id(array) in self._by_id:
                 self._tensors.append((self._by_id[id(array)], x, version_of(x)))
                 return
@@ -74,6 +76,22 @@ class ReadOnly:
                     yield memory_of(lent[0] if lent else held.tensor), watched[0]
 
 
+class _SharedTensors(TorchFunctionMode):
+    """Hears of tensors that torch's functions make in an array's memory, where they need no copy."""
+
+    def __init__(self, arrays: ReadOnly) -> None:
+        super().__init__()
+        self._arrays = arrays
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x = func(*args, **(kwargs or {}))
+        if func in (torch.as_tensor, torch.asarray) and type(x) is Tensor and x.device.type == "cpu":
+            given = args[0] if args else (kwargs or {}).get("data", (kwargs or {}).get("obj"))
+            if isinstance(given, np.ndarray) and np.shares_memory(given, x.detach().numpy()):
+                self._arrays.tensor_of(given, x)
+        return x
+
+
 @contextlib.contextmanager
 def reading(states: Sequence[Snapshot], copies: bool = False) -> Iterator[None]:
     """A run may read what is `ReadOnly` of ``states``.
@@ -83,9 +101,11 @@ def reading(states: Sequence[Snapshot], copies: bool = False) -> Iterator[None]:
     """
     state, arrays = RunState.current, ReadOnly(states, copies)
     before, state.read_only = state.read_only, arrays
-    with warnings.catch_warnings() if arrays.names else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
         if arrays.names:
+            stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            stack.enter_context(_SharedTensors(arrays))
         try:
             yield
         except ValueError as error:

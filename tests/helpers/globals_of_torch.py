@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 PACKAGES = frozenset(
@@ -61,6 +61,18 @@ def _add(found: dict[Key, Any], module: str, kind: str, held: Any) -> None:
             found[module, kind, name] = x if callable(x) or hasattr(type(x), "__get__") else DATA
 
 
+def _codes() -> dict[str, Any]:
+    """What the functions of `torch.distributed` do, by their names."""
+    modules = [sys.modules.get(f"torch.distributed{name}") for name in ("", "._functional_collectives")]
+    return {
+        f"codes of {module.__name__}": {
+            name: x.__code__ for name, x in vars(module).items() if isinstance(x, FunctionType)
+        }
+        for module in modules
+        if module is not None
+    }
+
+
 def _tables() -> dict[str, Any]:
     from torch.nn.modules import module
     from torch.optim import optimizer
@@ -70,6 +82,7 @@ def _tables() -> dict[str, Any]:
     return {
         **hooks,
         **steps,
+        **_codes(),
         "copyreg.dispatch_table": copyreg.dispatch_table,
         "pickle.Pickler.dispatch": pickle._Pickler.dispatch,  # type: ignore[attr-defined]
         "pickle.Unpickler.dispatch": pickle._Unpickler.dispatch,  # type: ignore[attr-defined]

@@ -13,10 +13,12 @@ from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.private.process_groups import (
     closed_by_peer,
     default_store,
+    functional_collectives,
     has_gloo,
     host_of_store,
     init_process_group,
     is_fake,
+    is_of_all_processes,
     kind_without_hosts,
     number_of_groups,
     splits,
@@ -52,6 +54,22 @@ def test_groups_are_counted_as_their_names_count_them() -> None:
         assert number_of_groups() == 1 and not splits(dist.group.WORLD)
         dist.new_group([0], use_local_synchronization=True)
         assert number_of_groups() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_functional_collectives_are_those_that_take_a_group() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    found = functional_collectives()
+    assert functional.all_reduce in found and functional.all_gather_tensor in found
+    assert functional.wait_tensor not in found
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        one = dist.new_group([0])
+        assert one is not None
+        groups = [dist.group.WORLD, dist.group.WORLD.group_name, [0], one, one.group_name]  # type: ignore[union-attr]
+        assert [*map(is_of_all_processes, groups)] == [True, True, True, False, False]
     finally:
         dist.destroy_process_group()
 

@@ -13,22 +13,23 @@ import inspect
 import os
 import sys
 from functools import partial
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_par.mesh.wire import Done
+from lightning_par.private.process_groups import functional_collectives, is_of_all_processes
 from lightning_par.private.pytree import APPLIERS
 from lightning_par.sharded.copies_collectives import BY_NAME, OF_ONE, Copies, of_objects
+from lightning_par.sharded.patches.every_name import is_library
+from lightning_par.sharded.patches.function_code import FunctionCode
+from lightning_par.sharded.patches.installed import Patch
 from lightning_par.sharded.patches.replacement import Make, Replacement, Use
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.rank_numbers import CopyRank
 
-_LIBRARIES = frozenset(
-    "torch lightning pytorch_lightning lightning_fabric lightning_utilities torchmetrics lightning_par".split()
-)
 # of libraries what user code calls, or has call a function of its own choice
 _FOR_CALLERS = ("torch.distributed.nn", "torchmetrics.utilities.distributed")
 _APPLIERS = frozenset((*APPLIERS, "contextlib", "lightning_utilities.core.apply_func"))
@@ -43,36 +44,26 @@ _OTHER_NAMES = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
 }  # for one collective, not in every version of torch
 _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
-_HOME = sys.modules[dist.new_group.__module__]  # which has them, too, and compares its own
 
 
 class Collectives:
-    """The functions of `torch.distributed`, by whatever name a module has them, and the environment, replaced."""
+    """The functions of `torch.distributed`, by whatever name code has them, and the environment, replaced."""
 
     def __init__(self) -> None:
-        self._of_torch = [Replacement(dist, name, make) for name, make in _made().items()]
-        self._environment = Replacement(type(os.environ), "__getitem__", _environment)
-        self._again: list[Replacement] = []
+        named = [(getattr(dist, name), make) for name, make in _made().items()]
+        named += [(function, _refused_functional) for function in functional_collectives()]
+        self._patches: list[Patch] = [
+            *(FunctionCode(function, make) for function, make in {id(x): (x, make) for x, make in named}.values()),
+            Replacement(type(os.environ), "__getitem__", _environment),
+        ]
 
     def install(self) -> None:
-        plain = {name: getattr(dist, name) for name in _made()}
-        for replacement in (*self._of_torch, self._environment):
-            replacement.install()
-        ours = {id(function): getattr(dist, name) for name, function in plain.items()}
-        # The same ones everywhere: modules that are imported meanwhile may keep them, for later runs.
-        self._again = [
-            Replacement(module, name, partial(_same, ours[id(value)]))
-            for module in (_HOME, *_users_modules())
-            for name, value in [*vars(module).items()]
-            if id(value) in ours
-        ]
-        for replacement in self._again:
-            replacement.install()
+        for patch in self._patches:
+            patch.install()
 
     def undo(self) -> None:
-        for replacement in (*self._again, self._environment, *self._of_torch):
-            replacement.undo()
-        self._again = []
+        for patch in reversed(self._patches):
+            patch.undo()
 
 
 def _made() -> dict[str, Make]:
@@ -86,14 +77,6 @@ def _made() -> dict[str, Make]:
         **dict.fromkeys(_GROUPS, _made_between_steps),
     }
     return {name: make for name, make in made.items() if hasattr(dist, name)}
-
-
-def _same(ours: Any, plain: Any, use: Use) -> Any:
-    return ours
-
-
-def _users_modules() -> list[ModuleType]:
-    return [x for x in [*sys.modules.values()] if isinstance(x, ModuleType) and not _is_library(x.__name__)]
 
 
 def _collective(name: str, plain: Any, use: Use) -> Any:
@@ -133,6 +116,23 @@ def _refused(plain: Any, use: Use) -> Any:
         return plain(*args, **kwargs)
 
     return refused
+
+
+def _refused_functional(plain: Any, use: Use) -> Any:
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def functional(*args: Any, **kwargs: Any) -> Any:
+        if use.on and RunState.current.copies_are_processes and _is_users(_caller()):
+            if is_of_all_processes(signature.bind(*args, **kwargs).arguments.get("group")):
+                raise NotImplementedError(
+                    f"{user_line()}: `{plain.__module__}.{plain.__name__}` in a step in which the ranks that share a "
+                    "copy of the model are one process. Use those of `torch.distributed`, or of "
+                    "`torch.distributed.nn.functional` for their gradients."
+                )
+        return plain(*args, **kwargs)
+
+    return functional
 
 
 def _made_between_steps(plain: Any, use: Use) -> Any:
@@ -217,7 +217,7 @@ def _reader(frame: FrameType | None) -> dict[str, Any]:
 
 def _caller() -> dict[str, Any]:
     """The names of the module whose code calls the function that asks."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)  # behind this function, ours and torch's own
     while frame.f_back is not None and frame.f_globals.get("__name__") in _APPLIERS:
         frame = frame.f_back
     return frame.f_globals
@@ -229,12 +229,8 @@ def _is_of_all(group: Any) -> bool:
 
 def _is_users(names: dict[str, Any]) -> bool:
     """Whether a call is of code that a user wrote or took from another package."""
-    return _is_for_callers(names) or not _is_library(str(names.get("__name__", "")))
+    return _is_for_callers(names) or not is_library(str(names.get("__name__", "")))
 
 
 def _is_for_callers(names: dict[str, Any]) -> bool:
     return str(names.get("__name__", "")).startswith(_FOR_CALLERS)
-
-
-def _is_library(name: str) -> bool:
-    return name.partition(".")[0] in _LIBRARIES

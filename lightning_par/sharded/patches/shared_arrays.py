@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_par.sharded.patches.every_name import EveryName
 from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.run_state import RunState
 
 
-def patches() -> tuple[Replacement, ...]:
-    """Not of `torch.as_tensor`, which `torch.jit.script` knows by what it is."""
-    return Replacement(Tensor, "numpy", _array_of), Replacement(torch, "from_numpy", _tensor_of)
+def patches() -> tuple[Replacement, EveryName]:
+    """Not of `torch.as_tensor`, which `torch.jit.script` knows by what it is: modes meet it."""
+    return Replacement(Tensor, "numpy", _array_of), EveryName(torch, "from_numpy", _tensor_of)
 
 
 def _array_of(plain: Any, use: Use) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import from_numpy as imported_from_numpy
 
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.trial.code_attributes import TENSORS, Attributes
@@ -160,6 +161,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     "one of lots": lambda m: m.lots[1050].numpy(),
     "of an array": lambda m: torch.from_numpy(m.array),
     "of a part of one": lambda m: torch.from_numpy(m.array[5:]),
+    "by another name": lambda m: imported_from_numpy(m.array),
+    "as a tensor": lambda m: torch.as_tensor(m.array),
+    "as a tensor of a part": lambda m: torch.as_tensor(data=m.array[5:], dtype=torch.float64),
+    "as an array's": lambda m: torch.asarray(m.array),
     "there and back": lambda m: torch.from_numpy(m.large.numpy()),
 }
 
@@ -172,7 +177,9 @@ def test_arrays_may_be_read_and_not_written(read: str) -> None:
         for runs in (watch.undone, watch.told):
             with runs():
                 float(READS[read](module).sum())
-                np.asarray(module.large, dtype=np.float64)[:] = 1  # a copy
+                np.asarray(module.large, dtype=np.float64)[:] = 1  # copies
+                torch.as_tensor(module.array, dtype=torch.float32)[0] = 1
+                torch.tensor(module.array)[0] = 1
             with pytest.raises(RuntimeError, match=r"that its runs may only read: (self\.array, )?self\.\w+"), runs():
                 READS[read](module)[0] += 1
         between = module.large.numpy()

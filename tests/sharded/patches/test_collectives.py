@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import warnings
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed import all_reduce as imported_all_reduce
 from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
@@ -139,7 +138,22 @@ def _by_other_names(x: Tensor) -> Tensor:
     for i, row in enumerate(rows):  # losses of pairs of processes
         found += row.mean(0) if i < rank else row.square().mean(0) if i > rank else 0.0
     one_hot = rank == torch.arange(size)
+    for reduce in (_by_default, OF_A_DICT["sum"], partial(dist.all_reduce, op=dist.ReduceOp.SUM), OfAClass().reduce):
+        reduce(mean := x.mean(0))
+        found += mean
     return found + y.mean(0) + torch.stack(rows)[one_hot].sum((0, 1)) * (1 + dist.get_rank())
+
+
+OF_A_DICT = {"sum": dist.all_reduce}
+
+
+class OfAClass:
+    reduce = staticmethod(dist.all_reduce)
+
+
+def _by_default(x: Tensor, reduce: Any = dist.all_reduce, *, size: Any = dist.get_world_size) -> None:
+    reduce(x)
+    x /= size()
 
 
 def _reduced(x: Tensor) -> Tensor:
@@ -310,19 +324,20 @@ def test_messages_to_a_process_are_refused(how: str, pool: Pool) -> None:
         pool.run(2, _fit_sending, how, TENSOR)
 
 
-def test_a_module_that_is_imported_within_a_run_has_the_functions_of_later_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain, first, second = dist.all_reduce, ModuleType("a_users"), ModuleType("another_of_the_users")
-    first.reduce = plain  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "a_users", first)
-    with patches.COLLECTIVES.installed():
-        second.reduce = first.reduce  # type: ignore[attr-defined]
-        assert first.reduce is not plain
-    assert first.reduce is plain is dist.all_reduce is distributed_c10d.all_reduce
-    monkeypatch.setitem(sys.modules, "another_of_the_users", second)
-    with patches.COLLECTIVES.installed():
-        assert second.reduce is first.reduce is dist.all_reduce is distributed_c10d.all_reduce
+def _functional(layout: dict[str, Any]) -> Any:
+    class Sums(Talks):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            functional_collectives.all_reduce(batch.mean(), "sum", dist.group.WORLD)  # type: ignore[arg-type]
+            return super().training_step(batch, batch_idx)
+
+    return _fit_module(Sums("none"), layout)
+
+
+@slow("pipeline")
+@pytest.mark.parametrize("layout", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
+def test_functional_ones_of_all_processes_are_refused(layout: dict[str, Any], pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match=r"_functional_collectives.all_reduce` in a step in which the ranks"):
+        pool.run(2, _functional, layout)
 
 
 @slow(but=["tensor-centre"])
