@@ -2170,6 +2170,23 @@ class DataOfWeights(Written):
         self.kept[1].mul_(0.25)
 
 
+class MovesATeacher(Written):
+    """The step itself moves a teacher by `data`, as contrastive learning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(nn.ModuleList((self.u, self.d))).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.b(self.a(batch[0]))
+        found = self.d(self.u(x).relu())
+        with torch.no_grad():
+            for held, own in zip(self.teacher.parameters(), nn.ModuleList((self.u, self.d)).parameters(), strict=True):
+                held.data = held.data * 0.5 + own.data * 0.5
+            known = self.teacher[1](self.teacher[0](x.flip(1)).relu())
+        return F.mse_loss(found, known + batch[0])
+
+
 class OneVector(Written):
     """All weights lie in one vector, of which an optimizer's step writes all parts at once."""
 
@@ -2181,7 +2198,7 @@ class OneVector(Written):
 MEMORY: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MeasuredFirst, ViewsOfWritten, WrittenThroughData, ShapeOfBatch, AsksForGradients, Rewound,
-                 DataOfWeights, OneVector)
+                 DataOfWeights, MovesATeacher, OneVector)
 }  # fmt: skip
 """Of what a tensor shares memory with: where one device has a view, a rank may have a copy."""
 REFUSED: dict[str, type[Base]] = {kind.__name__: kind for kind in (OneMemory, OneGradient)}

@@ -246,6 +246,10 @@ def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str
     assert not _wrong(pool, list(MEMORY), MEMORY_LAYOUTS[layout])[0]
 
 
+def test_a_teacher_that_takes_the_memory_of_what_is_made_of_parts_is_one_devices(pool: Pool) -> None:
+    assert _wrong(pool, ["MovesATeacher"], MEMORY_LAYOUTS["tensor"])[0] == {}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: Pool, name: str) -> None:
     wrong, _ = _wrong(pool, [name], LAYOUTS["tensor"])

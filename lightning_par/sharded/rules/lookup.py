@@ -213,8 +213,11 @@ def _data(func: Any, x: ShardedTensor) -> ShardedTensor:
     return x.own_data()
 
 
-def _set_data(func: Any, x: ShardedTensor, value: Tensor) -> None:
+def _set_data(func: Any, x: Tensor, value: Tensor) -> Any:
+    if not isinstance(x, ShardedTensor):  # whose memory is the whole of what is sharded
+        return NotImplemented
     x.set_own_data(value)
+    return None
 
 
 @rule(*raw_memory.ASKS)
