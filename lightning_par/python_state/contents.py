@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.python_state.cached_results import Remembered
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import ValueChange
 from lightning_par.python_state.referents import holds
@@ -64,33 +65,45 @@ class CacheCell(Cell):
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner)
         self.before = owner.cache_info()
+        self.remembered = Remembered(owner)
 
     def change(self) -> None:
         return None
 
     def restore(self) -> None:
         now, before = self.owner.cache_info(), self.before
-        if now.misses != before.misses and self.forgets(before, now):
-            self.owner.cache_clear()
+        if now.misses != before.misses:
+            if self.forgets(before, now):
+                self._let_go()
+            self.remembered.note()
         self.before = self.owner.cache_info()
 
     def forget(self) -> None:
-        """What a trial was the first to fill is as it was; what was there before can't be put back, and stays."""
-        if not self.before.currsize and self.owner.cache_info().misses != self.before.misses:
-            self.owner.cache_clear()
+        """What a trial has added goes."""
+        if self.owner.cache_info().misses != self.before.misses and self._is_exact():
+            self._let_go()
 
     def forgets(self, before: Any, now: Any) -> bool:
         """Whether what was computed between two ``cache_info()`` goes."""
         return holds(self.owner, lambda x: isinstance(x, FakeTensor))
 
+    def _is_exact(self) -> bool:
+        """Whether what was there before stays where the rest goes."""
+        return self.remembered.is_known or not self.before.currsize
+
+    def _let_go(self) -> None:
+        if self.remembered.is_known:
+            self.remembered.put_back()
+        else:
+            self.owner.cache_clear()
+
 
 class MethodCacheCell(CacheCell):
     """One of a library's method, mostly for an object that each run of the step makes anew: what it remembers of a run
-    that is undone goes, too, if the next run would else be spared what this one had to compute."""
+    that is undone goes, too: the next run would else be spared what this one had to compute."""
 
     def forgets(self, before: Any, now: Any) -> bool:
-        alone = not before.currsize or now.hits == before.hits  # nothing that was there before was of use
-        return alone or super().forgets(before, now)
+        return self._is_exact() or super().forgets(before, now)
 
 
 class LockedCell(Cell):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from typing import Any
@@ -244,6 +245,31 @@ class CachedWithin(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.b(self.a(x))
         return _Backend.of(h).torch.sigmoid(h)
+
+
+class _Angles:
+    """Remembers its tables by `functools.lru_cache`, as positions do, and counts what it makes."""
+
+    made = 0
+
+    @functools.lru_cache  # noqa: B019
+    def table(self, size: int) -> Tensor:
+        self.made += 1
+        return torch.arange(size, dtype=torch.float64) / size
+
+
+class CachedMethod(Base):
+    """Of an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _Angles.table.cache_clear()
+        self.angles = _Angles()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0] + self.angles.table(C)), batch[0])
+        self.log("made", float(self.angles.made))
+        return loss
 
 
 class Bias(nn.Module):
@@ -551,6 +577,6 @@ class LooksAtViews(CountsAtPlaces):
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
-                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin,
+                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, CachedMethod,
                  LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting)
 }  # fmt: skip

@@ -74,8 +74,15 @@ def test_results_from_before_the_trial_stay() -> None:
     assert noise(3) is first
 
 
+def test_what_a_trial_adds_to_results_from_before_is_the_steps_own_to_draw() -> None:
+    first = noise(2)
+    record_step(Net(noise), "training_step", BATCH)
+    assert noise.cache_info().currsize == 1 and noise(2) is first
+
+
 @pytest.mark.parametrize("table", [noise, None])
 def test_a_pipeline_refuses_what_draws_for_a_cache(table: Callable[[int], Tensor] | None) -> None:
+    noise(2)
     step = Step(Net(table), "training_step", BATCH, (0,), nullcontext, True, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r"'(noise|own)', whose results functools\.lru_cache keeps, draws"):
         survey(step)
