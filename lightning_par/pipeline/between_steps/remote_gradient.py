@@ -23,6 +23,7 @@ from lightning_par.private.tensors import make_wrapper_subclass
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.functions import FILLS, MEMORY, REDUCTIONS, SHOWS, name_of, writes, writes_into
 from lightning_par.sharded.rules.in_place import targets
+from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Gradient(torch.Tensor):
 
     def whole(self) -> Tensor:
         """Its values: itself where it is, a copy elsewhere. All ranks must call it."""
-        self.owner.meet(f"read the gradient of {self.of!r}")
+        self._meet(f"read the gradient of {self.of!r}")
         if self.here is None:
             x = self.empty()
             self.owner.axis.broadcast_(leaf(x), "gradients", self.source)
@@ -69,6 +70,25 @@ class Gradient(torch.Tensor):
         used = self.parameter.as_used_gradient(part) if isinstance(self.parameter, ShardedTensor) else part
         self.owner.axis.broadcast_(used.contiguous(), "gradients", self.source)
         return self.here
+
+    def refuse_in_step(self) -> None:
+        """
+        Raises:
+            NotImplementedError: a step has it from a hook before, and ranks don't come to the same places of a step.
+        """
+        if self.owner.is_plain:
+            raise NotImplementedError(
+                f"{user_line()}: a step uses the gradient of {self.of!r} that a hook has kept, `p.grad`, which is on "
+                "one stage of the pipeline. Keep a copy, `p.grad.clone()`, or use TensorParallelStrategy."
+            )
+
+    def _meet(self, doing: str) -> None:
+        self.refuse_in_step()
+        self.owner.meet(doing)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Of what holds it, for a trial of a step: that may not use it."""
+        return self if self.owner.is_plain else torch.Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return]
 
     def beside(self, ranks: set[int]) -> Tensor:
         """What a function needs of it that writes on ``ranks``: its values, where those that hold it are others.
@@ -129,7 +149,7 @@ class Gradient(torch.Tensor):
 
     def _number(self, func: Callable[..., Any], name: str, rest: Any, kwargs: Any) -> Any:
         """What ``func`` makes of the gradient, computed where it is."""
-        self.owner.meet(f"read {name!r} of the gradient of {self.of!r}")
+        self._meet(f"read {name!r} of the gradient of {self.of!r}")
         made: Any = None
         if self.owner.axis.tells(self.source):
             here = self.empty() if self.here is None else self.here  # in a dry run
@@ -209,6 +229,7 @@ def _counted(x: Gradient) -> Tensor:
 
 
 def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
+    x.refuse_in_step()
     given = rest[0] if name == "__set__" else None
     lies = None if x.owner.is_weight(given) else x.owner.replicas.lying(given)  # before it has the gradient's values
     rest, kwargs = x.owner.present(name, (rest, kwargs), x.of)

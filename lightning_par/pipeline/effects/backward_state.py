@@ -22,6 +22,7 @@ from lightning_par.pipeline.effects.backward_draws import drawing_in_backward
 from lightning_par.pipeline.effects.backward_outputs import HooksHeard
 from lightning_par.pipeline.effects.effects import log_and_say, packed_error
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
+from lightning_par.pipeline.effects.kept_gradients import refused as refused_gradients
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, call_of
 from lightning_par.pipeline.effects.told_changes import Changed, Told, leave_what_cannot_travel, sent
 from lightning_par.pipeline.effects.unit_python_state import InnerState
@@ -125,6 +126,7 @@ class InBackward:
     def _told(self, mine: Changed, source: int, before: Snapshot) -> Changed:
         known, told = Known(before.names, before.objects, self.inner.module), Told({0: mine})
         if source == self.axis.rank:
+            told.refused += refused_gradients([mine], self.inner.module)
             leave_what_cannot_travel(told, known, self.inner.device, self.inner.made)
         told = sent(told, self.axis, self.inner.device, source, "state of hooks", known)
         if told.raised is not None:
