@@ -104,7 +104,7 @@ class Guesses:
         if name == "item":
             return guessed(value, self.compare)
         if name == "__format__":
-            return format(value, args[1] if len(args) > 1 else "")
+            return format([value] if x.ndim else value, args[1] if len(args) > 1 else "")
         if name in ("__float__", "__complex__"):
             return float(value) if name == "__float__" else complex(value)
         whole = torch.empty(0, dtype=x.dtype).numpy() if name != "tolist" else np.empty(0)

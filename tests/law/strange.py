@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
@@ -245,6 +245,17 @@ class CachedWithin(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.b(self.a(x))
         return _Backend.of(h).torch.sigmoid(h)
+
+
+class ChecksItsChoices(Base):
+    """As in reinforcement learning: what a first pass has chosen is weighed by its distribution, which checks it, and
+    would write all of it into a message."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            found = Categorical(logits=self(batch[0]))
+            weights = found.log_prob(found.logits.argmax(-1)).exp()
+        return (F.mse_loss(self(batch[0]), batch[0], reduction="none").mean(-1) * weights).mean()
 
 
 class _Angles:
@@ -578,5 +589,6 @@ STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, CachedMethod,
+                 ChecksItsChoices,
                  LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting)
 }  # fmt: skip

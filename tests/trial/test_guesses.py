@@ -399,6 +399,8 @@ def test_reads_give_what_torch_gives() -> None:
         assert isinstance(one, type(real[0, 0].item()))
     assert range(Guesses().read("__index__", SCALAR)) == range(1)
     assert Guesses().read("__format__", SCALAR, (SCALAR, ".2f")) == "1.00"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        Guesses().read("__format__", x, (x, ".2f"))
 
 
 def test_a_guessed_number_asks_before_it_decides() -> None:

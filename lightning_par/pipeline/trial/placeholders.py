@@ -50,6 +50,7 @@ DRAWS = 3
 _SCALES = (1.0, 1.0, -40.0)
 _FILLS = (0, 1)  # of arrays, whose numbers may be indices
 _TEXTS = (0.0, 1.0, 1e9, -1e9)
+_WRITTEN_OUT = 1000  # entries of an array in a text
 
 
 @contextmanager
@@ -118,7 +119,9 @@ def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
 
 
 def _to_write(x: Tensor, guesses: Guesses) -> Any:
-    """A number for a text: a whole one may be a key, as in ``self.experts[f"expert_{index}"]``."""
+    """What stands in a text: a whole number may be a key, as in ``self.experts[f"expert_{index}"]``."""
+    if x.ndim:  # written out, as in the message of an error; another format is refused as torch refuses it
+        return _array(x, guesses.choose(_FILLS)).ravel()[:_WRITTEN_OUT].tolist()
     if x.dtype.is_floating_point or x.dtype.is_complex:
         return _number(guesses.choose(_TEXTS))
     return _array(x, guesses.choose(_FILLS)).item()

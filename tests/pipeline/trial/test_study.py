@@ -229,3 +229,14 @@ def test_a_whole_number_in_a_text_may_be_a_key() -> None:
     for draw in range(DRAWS):
         with standing_in(False, draw, Guesses()):
             assert {read_placeholder("__format__", torch.tensor(7), (None, "")) for _ in range(9)} <= {"0", "1"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool])
+def test_an_array_is_written_out_in_a_text(dtype: torch.dtype) -> None:
+    """As in the message of a check."""
+    for draw in range(DRAWS):
+        with standing_in(False, draw, Guesses()):
+            x = torch.ones(2, 3, dtype=dtype)
+            assert isinstance(read_placeholder("__format__", x, (x, "")), str)
+            with pytest.raises(TypeError, match="unsupported format string"):
+                read_placeholder("__format__", x, (x, ".2f"))
