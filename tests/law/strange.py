@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from typing import Any
@@ -256,31 +255,6 @@ class ChecksItsChoices(Base):
             found = Categorical(logits=self(batch[0]))
             weights = found.log_prob(found.logits.argmax(-1)).exp()
         return (F.mse_loss(self(batch[0]), batch[0], reduction="none").mean(-1) * weights).mean()
-
-
-class _Angles:
-    """Remembers its tables by `functools.lru_cache`, as positions do, and counts what it makes."""
-
-    made = 0
-
-    @functools.lru_cache  # noqa: B019
-    def table(self, size: int) -> Tensor:
-        self.made += 1
-        return torch.arange(size, dtype=torch.float64) / size
-
-
-class CachedMethod(Base):
-    """Of an object of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _Angles.table.cache_clear()
-        self.angles = _Angles()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.mse_loss(self(batch[0] + self.angles.table(C)), batch[0])
-        self.log("made", float(self.angles.made))
-        return loss
 
 
 class Bias(nn.Module):
@@ -588,7 +562,6 @@ class LooksAtViews(CountsAtPlaces):
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
-                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, CachedMethod,
-                 ChecksItsChoices,
+                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, ChecksItsChoices,
                  LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting)
 }  # fmt: skip
