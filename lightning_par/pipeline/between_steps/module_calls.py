@@ -21,6 +21,7 @@ from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.unit_attributes import UnitAttributes
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.between_steps.weight_updates import update_weights
 from lightning_par.pipeline.effects.console import Said
@@ -40,6 +41,7 @@ class _Told:
 
     result: Any = None
     done: Done = field(default_factory=Done)
+    kept: dict[tuple[str, str], Any] = field(default_factory=dict)
     drawn: bytes | None = None
     logs: list[LogRecord] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
@@ -186,15 +188,19 @@ class Outside:
         shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
         refuse_alone(self.axis, f"calls {path!r} outside a step")
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
-        told, error = _Told(), None
+        told, error, attributes = _Told(), None, UnitAttributes(unit)
         if self.axis.rank in holders:
             told, error = self._run(original, args, kwargs, given)
         known = given.known(self._sharding)
+        if self.axis.rank == holders[0]:  # what can't travel, as a lock, stays there
+            kept = attributes.changed().items()
+            told.kept = {at: value for at, value in kept if refusal(value, self.device, known) is None}
         told = broadcast_batch(told, self.axis, self.device, holders[0], detach=True, purpose="outside", known=known)
         if told.failure is not None:
             raise error or RuntimeError(f"{path!r} failed on pipeline rank {holders[0]}: {told.failure}")
         if self.axis.rank not in holders:
             given.do(told.done)
+            attributes.put(told.kept)
             if told.drawn is not None:
                 generators.unpack_state(told.drawn)
         log_and_say(told.logs, told.said, self._module)
