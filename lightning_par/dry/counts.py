@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.checkpoint.file_cost import FileCost
-from lightning_par.dry.other_stages import UntoldError
+from lightning_par.dry.other_stages import UnknownStateError
 from lightning_par.mesh.ledger import ledger
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.startup_table import bytes_text, format_rows
@@ -156,7 +156,7 @@ class CountMixin:
         try:
             chunks, found.file = trainer.strategy.planned_checkpoint()
             found.saved = sum(_bytes(x.values) for x in chunks), len(chunks)
-        except UntoldError as error:
+        except UnknownStateError as error:
             found.untold = str(error)
         raise StepEndedError
 

@@ -29,7 +29,7 @@ from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.tensor import ShardedTensor
 
 
-class UntoldError(Exception):
+class UnknownStateError(Exception):
     """What other stages hold can't be told from here; says why."""
 
 
@@ -95,14 +95,14 @@ class OtherStages:
         """Of the module's state, of which ``values`` are as they are here.
 
         Raises:
-            UntoldError: a hook has put something into it that it made of weights.
+            UnknownStateError: a hook has put something into it that it made of weights.
         """
         told = self._nothing()
         for name, x in values.items():
             tensor = self._named.get(name)
             if tensor is None:  # hooks have added it, on all ranks
                 if isinstance(x, ShardedTensor | FakeTensor) or is_elsewhere(x):  # what has values is no weight's
-                    raise UntoldError(
+                    raise UnknownStateError(
                         f"which ranks have {name!r}, which is no name of a weight or buffer, can't be told"
                     )
                 self._tell(told, tuple(range(self.groups.pipeline.size)), {name: x})
@@ -129,7 +129,7 @@ class OtherStages:
         """Over which axis each of these ``parameters`` is kept in parts where it is, by name; none of the others."""
         found = {}
         for name, p in parameters.items():
-            with contextlib.suppress(UntoldError):
+            with contextlib.suppress(UnknownStateError):
                 there = self._stand_in(p) if is_elsewhere(p) else p
                 if isinstance(there, ShardedTensor):
                     found[name] = there.axis.name
@@ -179,19 +179,19 @@ class OtherStages:
         if storage is None or dim_of(there, storage.peers.size) is None:
             return there
         if name in self.whole:  # it stays whole where its stage has these others
-            raise UntoldError(f"{name!r}, which is on another stage, shares memory with other tensors")
+            raise UnknownStateError(f"{name!r}, which is on another stage, shares memory with other tensors")
         return Stored.of(there, storage.all, storage.peers)
 
     def state_there(self, optimizer: Optimizer, p: Any, group: Mapping[str, Any]) -> dict[Any, Any] | None:
         """What ``optimizer`` keeps of ``p`` where it is; None where that has no gradient.
 
         Raises:
-            UntoldError: that is not known.
+            UnknownStateError: that is not known.
         """
         if not p.requires_grad:
             return None
         if self.trained is None:
-            raise UntoldError(
+            raise UnknownStateError(
                 "which parameters of other stages have a gradient can't be told, as where random numbers or values of "
                 "the model decide what the step computes"
             )
@@ -204,7 +204,7 @@ class OtherStages:
                 self._states[alike] = state_after_a_step(optimizer, there, group)
             return self._states[alike]
         except Exception as error:  # as of one that takes sparse gradients
-            raise UntoldError(
+            raise UnknownStateError(
                 f"what {type(optimizer).__name__} keeps of {self._name(p)!r}, which is on another stage, can't be "
                 f"told ({type(error).__name__}: {error})"
             ) from error

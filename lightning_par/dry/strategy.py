@@ -20,7 +20,7 @@ from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import take_apart
 from lightning_par.dry.any_values import tensor_of
 from lightning_par.dry.buffers import untouched_buffers
-from lightning_par.dry.other_stages import DryInventory, OtherStages, UntoldError
+from lightning_par.dry.other_stages import DryInventory, OtherStages, UnknownStateError
 from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
 from lightning_par.fsdp.part import StoragePart
@@ -111,7 +111,7 @@ class DryMixin(_Base):
         stages = self._other_stages()
         try:
             return None if stages is None else stages.state_there(optimizer, p, group)
-        except UntoldError:
+        except UnknownStateError:
             return None
 
     def _live_bytes(self) -> LiveBytes:
@@ -142,7 +142,7 @@ class DryMixin(_Base):
         single file of them would cost it.
 
         Raises:
-            UntoldError: other stages hold some of it, of which it is not known what.
+            UnknownStateError: other stages hold some of it, of which it is not known what.
         """
         self._saved, stages = DryInventory(self.groups, self.stores_parts), self._other_stages()
         try:
@@ -158,7 +158,7 @@ class DryMixin(_Base):
             writing.outline = take_apart(checkpoint, [*map(self._names, self.optimizers, states)])
             return writing.chunks(), file_cost(self._saved, writing.outline.tensors)
         except NotImplementedError as error:  # the module's own code asks other stages
-            raise UntoldError(str(error).rstrip(".")) from error
+            raise UnknownStateError(str(error).rstrip(".")) from error
         finally:
             self._saved = None
 

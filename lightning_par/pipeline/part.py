@@ -39,7 +39,7 @@ from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.graph_node import STAGES
 from lightning_par.sharded.patches import NODES, SHARDED, STREAMS, Patches
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import leaf
+from lightning_par.sharded.tensor import leaves
 from lightning_par.strategies.part import Part
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
@@ -219,7 +219,7 @@ class StagesPart(Part):
         if self.storage is not None and self.storage.throughout:
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:
-            own = [*map(leaf, held.values())]
+            own = leaves(held.values())
         if not engine.programs.reads_gradients:
             assert self._outside is not None
             self._outside.drop_gradients(spent_gradients(module, optimizers))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -272,6 +273,12 @@ def note_copy(x: Tensor, copied: Tensor, frame: types.FrameType) -> None:
 def leaf(param: Tensor) -> Tensor:
     """The plain leaf that holds a parameter's gradient on this rank: its local part where it is sharded."""
     return param._local if isinstance(param, ShardedTensor) else param
+
+
+def leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The `leaf` of each; where none is sharded, in C alone, as it is asked of all weights in every step."""
+    those = [*parameters]
+    return [*map(leaf, those)] if any(map(isinstance, those, repeat(ShardedTensor))) else those
 
 
 def full(value: Tensor) -> Tensor:

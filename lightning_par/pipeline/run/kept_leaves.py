@@ -157,7 +157,13 @@ def _held_by(path: str, module: nn.Module) -> _Holding:
     held = vars(module)
     items = compress(held.items(), map(isinstance, held.values(), repeat(_KINDS)))  # few, found in C
     found = [(f"self.{path}.{key}" if path else f"self.{key}", x) for key, x in items if key not in _OWN]
-    return [one for one in found if isinstance(one[1], Tensor)], [one for one in found if type(one[1]) in _CONTAINERS]
+    nested = [one for one in found if type(one[1]) in _CONTAINERS and not _never_holds_any(one[1])]
+    return [one for one in found if isinstance(one[1], Tensor)], nested
+
+
+def _never_holds_any(container: Any) -> bool:
+    """A tuple of numbers, as most layers have, can't come to hold a tensor."""
+    return type(container) is tuple and not any(map(isinstance, container, repeat(_KINDS)))
 
 
 def _tensors_in(name: str, held: Any) -> Iterator[tuple[str, Tensor]]:

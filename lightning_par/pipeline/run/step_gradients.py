@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -88,7 +90,8 @@ class StepGradients:
         parameters, began = [*self._named.values()], None if self._earlier is None else self._begun
         cut = len(self._ready.parts) > 1
         weights = self._engine.programs.tree.parameters() if cut else []
-        stored = [leaf(p) for _, p in weights if isinstance(p, Stored)]
+        kinds = map(isinstance, map(itemgetter(1), weights), repeat(Stored))
+        stored = [leaf(p) for _, p in compress(weights, kinds)]
         with (
             GradientsApart(parameters, note, began, cut, stored) as apart,
             gradient_shares.unshared(),

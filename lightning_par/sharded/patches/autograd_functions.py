@@ -6,6 +6,7 @@ It is handed whole tensors, but where it runs sample by sample. Nothing changes 
 from __future__ import annotations
 
 import functools
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class _Whole(torch.autograd.Function):
 
 def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``cls.apply(*args)``, of which no torch function tells."""
-    if _ours[cls] and not any(isinstance(x, _LOOKED_INTO) for x in args):
+    if _ours[cls] and not any(map(isinstance, args, repeat(_LOOKED_INTO))):
         return apply(cls, *args, **kwargs)  # it does to gradients what is right, and has nothing to be made whole
     if marks_module_ends(cls):
         return on_parts(functools.partial(apply, cls), args)
