@@ -206,7 +206,7 @@ class _Entry(dict[Any, Any]):
     def _seen(self, x: Any) -> Any:
         if isinstance(x, _Away):
             seen: Any = _HeldElsewhere(*x.kind, self._parameter.device, replace(self._parameter.origin))
-        elif not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
+        elif not isinstance(x, Tensor):
             return x
         else:
             seen = _plain(x)
@@ -218,9 +218,9 @@ def _told(x: Any) -> Any:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The same memory, without ways of its own."""
+    """The same memory, without ways of its own; of one in parts, this rank's part."""
     if isinstance(x, ShardedTensor):
-        return x
+        return x.with_local(x.local.detach())
     with DisableTorchFunctionSubclass():
         return x.detach()
 

@@ -130,6 +130,47 @@ class SharesVector(Reads):
         self.seen.append(self.kept.clone())
 
 
+class ReadsMoments(Reads):
+    """What an optimizer keeps of weights, in all ways in which these are read."""
+
+    def _states(self) -> dict[Any, Any]:
+        return self.optimizers().optimizer.state  # type: ignore[union-attr, return-value]
+
+    def on_fit_start(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        states = self._states()
+        for p in self.parameters():
+            mean, square, step = (states[p][key] for key in ("exp_avg", "exp_avg_sq", "step"))
+            self.seen += [mean.norm(), square.detach().sqrt().sum(), mean.view(-1)[:3] * step, mean / (square + 1)]
+            self.seen += [torch.tensor(mean.tolist()), (p * mean).sum().detach(), mean.cpu().flatten().sort()[0]]
+        for mean in self.kept:
+            mean.mul_(2)
+        self.seen += [mean.abs().max() for mean in self.kept]
+        self.kept = [copy.deepcopy(state["exp_avg"]) for state in states.values()]
+        self.log("moments", sum(state["exp_avg"].abs().sum() for state in states.values()))
+
+
+class WritesMoments(ReadsMoments):
+    """And in all ways in which they are written to."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        states = self._states()
+        for n, p in enumerate(self.parameters()):
+            mean = states[p]["exp_avg"]
+            if n % 4 == 0:
+                mean.mul_(0.5)
+            elif n % 4 == 1:
+                states[p]["exp_avg"] = torch.full_like(p, 0.01)
+            elif n % 4 == 2:
+                states[p]["exp_avg"] = mean.clone() + mean
+            else:
+                states[p] = {**states[p], "exp_avg": mean, "exp_avg_sq": torch.ones(p.shape, dtype=p.dtype)}
+            self.seen += [mean.norm(), states[p]["exp_avg"].norm()]
+
+
 def _fit(kind: type[Reads], strategy: dict[str, Any]) -> Any:
     module = kind()
     spread = {} if int(os.environ["WORLD_SIZE"]) == 1 else {"strategy": HybridParallelStrategy(**strategy)}
@@ -145,8 +186,11 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@slow(but=["fsdp-Copies", "tensor-SharesGradients", "fsdp-SharesData"])
-@pytest.mark.parametrize("kind", [Reads, Keeps, Copies, Changes, SharesGradients, SharesData, SharesVector])
+KINDS = [Reads, Keeps, Copies, Changes, SharesGradients, SharesData, SharesVector, ReadsMoments, WritesMoments]
+
+
+@slow(but=["fsdp-Copies", "tensor-SharesGradients", "fsdp-SharesData", "tensor-WritesMoments"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", PARTS)
 def test_what_is_read_is_one_devices(pool: Pool, parts: str, kind: type[Reads]) -> None:
     check(pool, _fit, kind, PARTS[parts], world=4)
