@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.base import AbsentTensor
+from lightning_par.absent.list_entries import kept_entries
 from lightning_par.absent.origin import ElsewhereError, Origin
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
@@ -280,15 +281,11 @@ def _write(func: Any, x: Elsewhere, args: Any, kwargs: Any) -> Elsewhere:
 
 def _write_those_here(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an in-place function of lists for the tensors that are here."""
-    here = [i for i, x in enumerate(args[0]) if not isinstance(x, Elsewhere)]
-    if len(here) == len(args[0]):
+    here = [not isinstance(x, Elsewhere) for x in args[0]]
+    if all(here):
         held = next(y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
         raise ElsewhereError(_message(held, operator_of(func)))
-
-    def kept(value: Any) -> Any:
-        many = isinstance(value, (list, tuple)) and len(value) == len(args[0])
-        return [value[i] for i in here] if many else value
-
-    if here:
-        func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
+    if any(here):
+        args, kwargs = kept_entries(here, args, kwargs)
+        func(*args, **kwargs)
     return None

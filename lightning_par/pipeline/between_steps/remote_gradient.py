@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import sharding_of
+from lightning_par.absent.list_entries import kept_entries
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.optim.function_facts import Effect, function_of
@@ -130,11 +131,11 @@ class Gradient(torch.Tensor):
             return iter(first.unbind())
         if isinstance(first, Gradient) and _views(func, name, first, args[1:], kwargs):
             return first._view(func, args[1:], kwargs)
-        return func(*_wholes(args), **_wholes(kwargs))
+        return func(*wholes(args), **wholes(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*_wholes(args), **_wholes(kwargs or {}))
+        return func(*wholes(args), **wholes(kwargs or {}))
 
     def _view(self, func: Callable[..., Any], rest: Any, kwargs: Any) -> Any:
         """A view, where the gradient is. No communication: shapes are known everywhere, and what won't do raises."""
@@ -251,21 +252,18 @@ def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
 def _write_those_here(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an in-place function of lists for the gradients that are here; returns them all, as torch does."""
     written = args[0]
-    absent = [isinstance(x, Gradient) and x.here is None for x in args[0]]
+    there = [not isinstance(x, Gradient) or x.here is not None for x in args[0]]
     first = [x.here if isinstance(x, Gradient) else x for x in args[0]]
-
-    def kept(value: Any) -> Any:
-        many = isinstance(value, (list, tuple)) and len(value) == len(absent)
-        return [x for x, gone in zip(value, absent, strict=True) if not gone] if many else value
-
     owner = next(x.owner for x in tensors_in((args, kwargs)) if isinstance(x, Gradient))
-    args, kwargs = (first, *_wholes(args[1:])), _wholes(kwargs)
-    if not all(absent):
+    args, kwargs = (first, *wholes(args[1:])), wholes(kwargs)
+    if any(there):
+        args, kwargs = kept_entries(there, args, kwargs)
         with owner.unseen():
-            func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
+            func(*args, **kwargs)
     owner.replicas.refresh()
     return written
 
 
-def _wholes(value: Any) -> Any:
+def wholes(value: Any) -> Any:
+    """``value`` with the values of the gradients in it. All ranks must call it."""
     return map_tensors(lambda x: x.whole() if isinstance(x, Gradient) else x, value)

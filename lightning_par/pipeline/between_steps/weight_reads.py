@@ -16,6 +16,7 @@ from lightning_par.absent.origin import ElsewhereError, Origin
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.pipeline.between_steps.remote_gradient import wholes
 from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied, plain
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.private.modes import DisableTorchFunctionSubclass
@@ -85,13 +86,14 @@ def _away(owner: JointGradients, like: Tensor, base: Any, is_whole: bool) -> Any
 
 def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of the values; where that is a view, it is one of the weight itself."""
-    wholes: dict[int, Any] = {}  # weights and what was sent of them, by its memory
+    args, kwargs = wholes((args, kwargs))  # of gradients: the ranks without the weight would not ask for them
+    brought: dict[int, Any] = {}  # weights and what was sent of them, by its memory
 
     def whole(x: Tensor) -> Tensor:
         if not owner.is_weight(x):
             return x
         values = sent(owner, name, x)
-        wholes[memory_of(values)] = x, values
+        brought[memory_of(values)] = x, values
         return values
 
     stays = _stays_in_place(owner, func, name, args, kwargs)
@@ -104,9 +106,9 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
         read_only(result)
     strided = [x for x in tensors_in(result) if x.layout == torch.strided]
     memories = {memory_of(x) for x in strided}
-    if len(memories) != 1 or not memories <= wholes.keys():  # no view, or views of several
+    if len(memories) != 1 or not memories <= brought.keys():  # no view, or views of several
         return map_tensors(without_graph, result) if links else result
-    base, values = wholes[memories.pop()]
+    base, values = brought[memories.pop()]
     of = owner.name_of(base)
     if not is_elsewhere(base):
         return map_tensors(lambda x: owner.show(x, of, copied(base)), as_it_is(func, args, kwargs))

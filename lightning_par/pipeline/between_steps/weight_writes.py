@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.absent.list_entries import kept_entries
 from lightning_par.absent.origin import ElsewhereError
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import as_it_is
@@ -36,6 +37,8 @@ def write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
 
     args = [given(value, *there) for value in args]
     kwargs = {key: given(value, *there) for key, value in kwargs.items()}
+    if name.startswith("_foreach_"):
+        return _write_those_here(func, written, args, kwargs)
     if not is_elsewhere(written):
         return as_it_is(func, args, kwargs)
     owner.buffers_alone.write(func, written, args, kwargs)
@@ -49,6 +52,14 @@ def write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         return as_it_is(func, args, kwargs)
     except ElsewhereError:  # it goes by parts or by values of what is written, where that is
         return written
+
+
+def _write_those_here(func: Any, written: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function of lists for the entries that are here; it returns them all."""
+    here = [not is_elsewhere(x) for x in written]
+    if any(here):
+        as_it_is(func, *kept_entries(here, args, kwargs))
+    return written
 
 
 def present(owner: JointGradients, name: str, value: Any, ranks: set[int]) -> Any:

@@ -171,6 +171,27 @@ class WritesMoments(ReadsMoments):
             self.seen += [mean.norm(), states[p]["exp_avg"].norm()]
 
 
+class Mixes(Reads):
+    """Functions of weights beside gradients, as clipping by the norms of units has, and of lists of all weights."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            most = p.detach().abs().clamp(min=1e-3) * 0.02
+            large = p.grad.abs() > most
+            p.grad.copy_(torch.where(large, p.grad * (most / p.grad.abs().clamp(min=1e-6)), p.grad))
+            self.seen += [torch.where(large, p.detach(), p.grad), most * p.grad]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        own = [*self.parameters()]
+        before = [p.detach().clone() for p in own]
+        torch._foreach_mul_(own, 0.9)
+        torch._foreach_add_(own, [0.001 * n for n in range(len(own))])
+        torch._foreach_lerp_(own, before, 0.25)
+        self.seen += [p.abs().sum() for p in own]
+
+
 def _fit(kind: type[Reads], strategy: dict[str, Any]) -> Any:
     module = kind()
     spread = {} if int(os.environ["WORLD_SIZE"]) == 1 else {"strategy": HybridParallelStrategy(**strategy)}
@@ -186,10 +207,10 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-KINDS = [Reads, Keeps, Copies, Changes, SharesGradients, SharesData, SharesVector, ReadsMoments, WritesMoments]
+KINDS = [Reads, Keeps, Copies, Changes, SharesGradients, SharesData, SharesVector, ReadsMoments, WritesMoments, Mixes]
 
 
-@slow(but=["fsdp-Copies", "tensor-SharesGradients", "fsdp-SharesData", "tensor-WritesMoments"])
+@slow(but=["fsdp-Copies", "tensor-SharesGradients", "fsdp-SharesData", "tensor-WritesMoments", "fsdp-Mixes"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", PARTS)
 def test_what_is_read_is_one_devices(pool: Pool, parts: str, kind: type[Reads]) -> None:
