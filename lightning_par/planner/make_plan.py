@@ -8,7 +8,7 @@ from typing import Any
 from lightning_par.planner.advice import advise, advise_one
 from lightning_par.planner.layouts.candidates import RuledOut
 from lightning_par.planner.layouts.search import told
-from lightning_par.planner.machine.machines import read_machine
+from lightning_par.planner.machine.machines import Machine, read_machine
 from lightning_par.planner.messages.clipped import Clip
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.recording.by_hand import refuse_of_trainer
@@ -39,6 +39,7 @@ def make_plan(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
+    _check_hosts(count, hosts)
     planner = Planner(module, read_batch(batch), hosts, precision, recompute, hosts.gpu and not eager, clip)  # type: ignore[arg-type]
     refuse_of_trainer(planner.tree.module, accumulated=accumulated)
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
@@ -61,3 +62,15 @@ def make_plan(
     if found.priced and not found.priced[0].fits:
         advice = advise(planner, found.priced[0], count, samples)
     return Plan(found.priced, found.ruled_out, title, count, hosts.devices, advice, tuple(planner.notes))
+
+
+def _check_hosts(devices: int, hosts: Machine) -> None:
+    """Raises ValueError where ``devices`` leave a host with fewer than the others: a Trainer starts as many on each."""
+    on_host, left = hosts.devices, devices % hosts.devices
+    if devices > on_host and left:
+        even = max(n for n in range(1, on_host) if devices % n == 0)
+        raise ValueError(
+            f"devices={devices} do not fill hosts of {on_host}, and a Trainer starts as many processes on each host. "
+            f"Write devices={devices - left} or {devices - left + on_host}, or {even}x before the machine's name for "
+            f"{devices // even} hosts of {even}."
+        )

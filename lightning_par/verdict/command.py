@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from argparse import BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
@@ -79,7 +80,8 @@ def load(target: str) -> Any:
         raise ValueError(f"{target!r} names nothing: write FILE.py:NAME or PACKAGE.MODULE:NAME.")
     home = _load_file(Path(place)) if place.endswith(".py") else import_module(place)
     if not hasattr(home, name):
-        raise ValueError(f"{place} has no {name!r}.")
+        near = difflib.get_close_matches(name, vars(home), n=1, cutoff=0.6)
+        raise ValueError(f"{place} has no {name!r}{f'; it has {near[0]!r}' if near else ''}.")
     return getattr(home, name)
 
 

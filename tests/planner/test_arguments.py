@@ -30,6 +30,12 @@ def test_an_unknown_machine_is_told_its_nearest() -> None:
         read_machine("8xH10")
 
 
+def test_devices_that_leave_a_host_half_empty_are_refused_with_what_to_write() -> None:
+    message = r"devices=12 do not fill hosts of 8.*Write devices=8 or 16, or 6x before .* for 2 hosts of 6\."
+    with pytest.raises(ValueError, match=message):
+        plan(MODELS["gpt"], None, "8xH100", devices=12)
+
+
 def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("like: H100\nmemory: 1.0e+11\nnetwork: {bandwidth: 1.0e+10}\n")

@@ -443,6 +443,7 @@ WRONG = {
     "the following arguments are required: --batch, --layout": ["check", "x.py:X"],
     "there is no file .*nowhere.py": ["check", "nowhere.py:X", "--batch", "b.py:b", "--layout", "tensor_parallel"],
     "test_check.py has no 'nothing'": _arguments("--layout", "tensor_parallel", batch="nothing"),
+    "has no 'Remember'; it has 'Remembers'": _arguments("--layout", "tensor_parallel", batch="Remember"),
     "'nothing' names nothing: write FILE.py:NAME": ["check", "nothing", "--batch", "b:b", "--layout", "x"],
     "is no JSON": _arguments("--layout", "{1"),
     "unexpected keyword argument 'tensor'": _arguments("--layout", '{"tensor": 2}'),
