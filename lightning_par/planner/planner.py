@@ -173,6 +173,7 @@ class Planner:
             one.splits_backward and not self.fused,
             () if self.fused else tuple(sorted(sharing_stages(one, self._run(0)))),
             self.machine.gpu,
+            one.microbatches > 1,
         )
         storage = None
         if one.stored and not self.fused and layout.pipeline == 1 and layout.data * layout.sequence > 1:

@@ -19,6 +19,7 @@ from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
+from lightning_par.pipeline.program.regions import runs_as_one
 from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.stage_values import StageValues
@@ -269,10 +270,9 @@ class StageRun(StageValues):
 
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
-        end = self.program.regions.get(self.count)
-        self.draws.at(self.count)
-        inside = end is None or self.first <= self.count and end <= self.end
-        if inside and not self._cuts_in(self.count, end or self.count):
+        first, end = self.count, self.program.regions.get(self.count)
+        self.draws.at(first)
+        if end is None or runs_as_one((first, end), (self.first, self.end), self._see_batch(first, end)):
             yield True
             return
         before, self.again = self.again, by_itself  # in backward there are no values of other stages
@@ -281,11 +281,10 @@ class StageRun(StageValues):
         finally:
             self.again = before
 
-    def _cuts_in(self, first: int, end: int) -> bool:
+    def _see_batch(self, first: int, end: int) -> Iterator[bool]:
         """Whether events are given a part of what depends on the batch alone: backward would run them on all of it."""
-        if self.program.microbatches == 1:
-            return False
-        return any(event.kind == "batch" or event.cuts or event.given for event in self.program.events[first:end])
+        events = self.program.events[first:end] if self.program.microbatches > 1 else ()
+        return (event.kind == "batch" or event.cuts or bool(event.given) for event in events)
 
     def metric_within(self, metric: nn.Module) -> None:
         if self.keeps is not None and not self.keeps(self.path):

@@ -7,7 +7,7 @@ of these.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -37,6 +37,16 @@ class Region(NamedTuple):
     def is_whole(self) -> bool:
         """Whether all of it is run again, and nothing chosen."""
         return self.context_fn is noop_context_fn
+
+
+def filled(found: Sequence[int | None], outside: int) -> tuple[int, ...]:
+    """By events, where each is: one of which that is not known, None, is between two of one, or ``outside``."""
+    known = [*found]
+    for i, place in enumerate(known):
+        if place is None:
+            before, behind = known[i - 1] if i else outside, next((x for x in found[i + 1 :] if x is not None), outside)
+            known[i] = before if before == behind else outside
+    return tuple(outside if place is None else place for place in known)
 
 
 class Hears(Protocol):

@@ -16,7 +16,7 @@ from lightning_par.fsdp.blocks import Block
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.trial.survey import Survey
-from lightning_par.planner.recording.checkpointed import Region
+from lightning_par.planner.recording.checkpointed import Region, filled
 from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
 from lightning_par.planner.recording.uses import Use, backwards_to, uses_of
@@ -175,12 +175,7 @@ class RecordedStep:
     @cached_property
     def regions(self) -> tuple[int, ...]:
         """Of each event the region that backward runs again and it is in, counted from 1; 0: in none."""
-        found = [None if note is None else note.region for note in self.notes]
-        for i, region in enumerate(found):  # what has no note, and is between two of one region, is in it
-            if region is None:
-                before, behind = found[i - 1] if i else 0, next((r for r in found[i + 1 :] if r is not None), 0)
-                found[i] = before if before == behind else 0
-        return tuple(region or 0 for region in found)
+        return filled([None if note is None else note.region for note in self.notes], 0)
 
     def region(self, number: int) -> Region:
         """One of `regions`."""

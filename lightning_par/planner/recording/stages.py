@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
 from lightning_par.pipeline.plan.stage_ranges import Homes
 from lightning_par.pipeline.plan.uncalled import homes_of_uncalled
+from lightning_par.planner.recording.checkpointed import filled
 from lightning_par.planner.recording.notes import BatchValue, Heard
 from lightning_par.planner.recording.recorded import RecordedStep
 from lightning_par.planner.recording.updates import WeightCall, updates_of
@@ -31,6 +32,8 @@ class StageCut:
         called: the modules that the pipeline calls as a whole, or would call.
         updates: what the step does with weights alone, of no stage.
         plan: by which it was cut; None of one stage.
+        unit_calls: of each event the call of a unit that it is in, by the call's number; 0: it is in none. Empty of one
+            stage.
     """
 
     starts: tuple[int, ...]
@@ -40,6 +43,7 @@ class StageCut:
     called: tuple[str, ...] = ()
     updates: tuple[WeightCall, ...] = ()
     plan: StagePlan | None = None
+    unit_calls: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -93,7 +97,7 @@ def cut_stages(
     apart = {call.event for call in updates}
     return StageCut(
         starts, _held(step, homes, starts, apart), tuple(_across(step, start, apart) for start in starts), values,
-        (*homes,), updates, plan,
+        (*homes,), updates, plan, filled([None if note is None else units[note.call] or 0 for note in step.notes], 0),
     )  # fmt: skip
 
 

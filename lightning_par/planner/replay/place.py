@@ -19,6 +19,7 @@ class Place:
         split: whether a backward runs in two parts, of inputs and of weights.
         shared: stages that find copies of weights in low precision, and keep them.
         gpu: whether kernels are a GPU's.
+        cuts: whether it runs microbatches of a batch.
     """
 
     tensor: tuple[int, int]
@@ -29,3 +30,4 @@ class Place:
     split: bool = False
     shared: tuple[int, ...] = ()
     gpu: bool = False
+    cuts: bool = False

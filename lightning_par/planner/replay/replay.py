@@ -41,9 +41,9 @@ def replay(
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
     lengths: set[int] = set()
-    given, apart = _given(step, dealt, place), {call.event for call in cut.updates}
+    given = _given(step, dealt, place)
     while True:
-        run = ReplayRun(step, dealt, place, storage, given, len(cut.starts) == 1, lengths, apart)
+        run = ReplayRun(step, dealt, place, storage, given, cut, lengths)
         with _running(run):
             spans = cut.spans(len(step.events))
             found = tuple(run.stage(number, first, end) for number, (first, end) in enumerate(spans))

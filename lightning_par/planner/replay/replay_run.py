@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.backward import SplitBackward, backward, with_zeros
 from lightning_par.planner.memory.stage_trace import StageTrace, Taken, TraceRecorder
 from lightning_par.planner.recording.recorded import RecordedStep, casting
+from lightning_par.planner.recording.run_again import parts_of
+from lightning_par.planner.recording.stages import StageCut
 from lightning_par.planner.replay.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.replay.crossing_values import handed_on, leaving, nbytes, received
 from lightning_par.planner.replay.gathered_blocks import GatheredAgain, GatheredBlocks
@@ -68,16 +69,16 @@ class ReplayRun:
         place: the rank.
         storage: parameters that are stored in parts; None: none is.
         given: how the batch is given to ranks that share out tokens; None: they don't.
-        holds: whether variables of the user's code hold values, as where one stage runs it as written.
+        cut: into stages; None: it is not.
         lengths: of tokens that earlier runs have met.
-        apart: events that are of no stage.
     """
 
     def __init__(
         self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, given: SequencePlan | None,
-        holds: bool = False, lengths: Collection[int] = (), apart: Collection[int] = (),
+        cut: StageCut | None = None, lengths: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self.step, self.place, self.apart = step, place, apart
+        self.step, self.place, self.cut = step, place, cut
+        self.apart = frozenset(() if cut is None else (call.event for call in cut.updates))  # of no stage
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
         if place.sequence[0] > 1:
@@ -92,7 +93,8 @@ class ReplayRun:
         self.last: dict[int, list[int]] = defaultdict(list)
         ends = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
         ends |= {id(end.value) for end in step.recording.ends}
-        held = step.held_until if holds else {}  # by variables of the user's code, which stages don't run as written
+        # by variables of the user's code, which stages don't run as written
+        held = step.held_until if cut is not None and cut.count == 1 else {}
         for x, _, last in step.lives:
             if id(x) not in ends:
                 self.last[max(last, held.get(id(x), last))].append(id(x))
@@ -192,13 +194,11 @@ class ReplayRun:
 
     def _run_events(self, made: set[int], first: int, end: int) -> None:
         """The events from ``first`` to ``end``; those that the module itself has backward run again so that it does."""
-        at = first
-        for region, numbers in groupby(range(first, end), self.step.regions.__getitem__):
-            begin, at = at, at + sum(1 for _ in numbers)
-            if region:
-                run_again(self, self.step.region(region), made, begin, at)
+        for (begin, behind), region in parts_of(self.step, self.cut, (first, end), self.place.cuts):
+            if region is None:
+                self.run_plainly(made, begin, behind)
             else:
-                self.run_plainly(made, begin, at)
+                run_again(self, region, made, begin, behind)
 
     def run_plainly(self, made: set[int], first: int, end: int) -> None:
         """The events from ``first`` to ``end``, one after the other; what they make is noted in ``made``."""
