@@ -115,7 +115,16 @@ def run(
 ) -> tuple[int, list[str]]:  # fmt: skip
     """The peak on this rank, and what lives then."""
     torch.manual_seed(0)
-    model, peak = MODELS[case], _Peak(where)
+    model = MODELS[case]
+    loader = DataLoader(model.data(0), batch_size=model.batch_size)  # type: ignore[arg-type]
+    return trained(model.module(), loader, layout, where, precision)
+
+
+def trained(
+    module: Any, loader: Any, layout: dict[str, Any], where: bool = False, precision: Any = "32-true"
+) -> tuple[int, list[str]]:  # fmt: skip
+    """The peak on this rank as it trains ``module`` on four batches, and what lives then."""
+    peak = _Peak(where)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -123,15 +132,20 @@ def run(
             accumulate_grad_batches=2, callbacks=[peak], logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, precision=precision,
         )  # fmt: skip
-        trainer.fit(model.module(), DataLoader(model.data(0), batch_size=model.batch_size))  # type: ignore[arg-type]
+        trainer.fit(module, loader)
     places = peak.live.at_peak() if isinstance(peak.live, _Located) else Counter[str]()
     return peak.peak, [f"{size:>10,} {site}" for site, size in places.most_common()]
 
 
 def planned(case: str, layout: dict[str, Any], precision: str = "32-true") -> list[float]:
     """What the planner says of each rank."""
+    return said(MODELS[case].module, batch_of(case), layout, precision)
+
+
+def said(module: Any, batch: Any, layout: dict[str, Any], precision: str = "32-true") -> list[float]:
+    """What the planner says of each rank that trains ``module`` on batches like ``batch``."""
     machine = replace(read_machine("8xH100")[0], gpu=False)
-    planner = Planner(MODELS[case].module, batch_of(case), machine, precision, fused=False)
+    planner = Planner(module, batch, machine, precision, fused=False)
     window = 2 * layout.get("data_parallel_size", 1) * planner.step.samples
     one = planner.evaluate(layout, ranks_of(layout), window)
     places = product(*map(range, one.candidate.layout.sizes))
@@ -162,13 +176,13 @@ def main() -> None:
                 for rank, (peak, lines) in enumerate(found):
                     if asked.where:
                         print(f"{key}: rank {rank}: {peak:,}", *lines[:40], sep="\n    ", flush=True)
-            said = planned(case, layout)
+            plan = planned(case, layout)
         except (RuntimeError, ValueError) as error:
             print(f"{key}: not run: {str(error).strip().splitlines()[-1][:120]}", flush=True)
             continue
-        off = [plan / real - 1 for plan, real in zip(said, known[key], strict=True)]
+        off = [one / real - 1 for one, real in zip(plan, known[key], strict=True)]
         ratios += off
-        ranks = ", ".join(f"{plan:,.0f} / {real:,} = {plan / real:.3f}" for plan, real in zip(said, known[key]))
+        ranks = ", ".join(f"{one:,.0f} / {real:,} = {one / real:.3f}" for one, real in zip(plan, known[key]))
         print(f"{'    ' if max(map(abs, off)) <= WITHIN else 'off '}{key}: {ranks}", flush=True)
     pool.close()
     off = [abs(x) for x in ratios]

@@ -119,6 +119,13 @@ class BlockUse:
         assert self.wholes is not None
         return [x.detach() for x in self.wholes if x is not None]
 
+    def land_where(self, other: BlockUse) -> None:
+        """The whole weights are there, in the memory of those of an ``other`` use, as far as user code has that."""
+        self.land()
+        assert self.wholes is not None
+        there = [None] * len(self.wholes) if other.wholes is None or other.begun else other.wholes
+        self.wholes = [own if known is None else known for own, known in zip(self.wholes, there, strict=True)]
+
     def let_go(self) -> None:
         """Forget what was gathered."""
         self.wholes = self.left = None

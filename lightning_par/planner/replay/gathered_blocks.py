@@ -36,10 +36,11 @@ class GatheredBlocks:
         calls: in the order of the step.
         keep: whether weights stay whole until the end of backward.
         lone: weights that no block has.
+        again: the blocks that backward calls again, in its order.
 
     Example::
 
-        blocks = GatheredBlocks(calls, False, lone)
+        blocks = GatheredBlocks(calls, False, lone, [])
         with blocks.saved():
             for number, event in enumerate(events):
                 values |= blocks.before(number)
@@ -49,14 +50,17 @@ class GatheredBlocks:
         loss.backward()
     """
 
-    def __init__(self, calls: Sequence[BlockCall], keep: bool, lone: LoneWeights) -> None:
+    def __init__(
+        self, calls: Sequence[BlockCall], keep: bool, lone: LoneWeights, again: Sequence[GatheredBlock]
+    ) -> None:
         self._calls, self._keep, self._lone = list(calls), keep, lone
         self._begins = {call.first: [c for c in calls if c.first == call.first] for call in calls}
         self._ends = {call.last: [c for c in calls if c.last == call.last] for call in calls}
         self._uses: dict[GatheredBlock, BlockUse] = {}  # that have weights now
         self._ahead: dict[GatheredBlock, BlockUse] = {}
         self._last: BlockUse | None = None
-        self._kept_again: dict[GatheredBlock, BlockUse] = {}  # by what backward runs again, up to its end
+        self._of_forward: dict[GatheredBlock, BlockUse] = {}
+        self.again = GatheredAgain(self._begins, self._ends, lone, again, keep, self._of_forward)
         passing = [call.block for call in calls if not call.block.stays]
         self._final = passing[-1] if passing else None
 
@@ -71,7 +75,7 @@ class GatheredBlocks:
                     known.before, self._last = self._last, known
                 continue
             use = self._ahead.pop(call.block, None) or self._made(call.block)
-            self._uses[call.block] = use
+            self._uses[call.block] = self._of_forward[call.block] = use
             wholes = use.weights()
             self._begin_next(call)
             found |= {w.key: w.used(x) for w, x in zip(call.block.weights, wholes)}
@@ -102,10 +106,6 @@ class GatheredBlocks:
                 use.let_go()
         return gone
 
-    def again(self) -> GatheredAgain:
-        """For a part of forward that backward runs again."""
-        return GatheredAgain(self._begins, self._ends, self._lone, self._kept_again if self._keep else None)
-
     def saved(self) -> Any:
         """Around forward: of gathered weights the graph keeps no more than which they are."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -129,27 +129,57 @@ class GatheredBlocks:
 
 
 class GatheredAgain:
-    """Follows events that backward runs again, and gathers blocks around their calls; the graph keeps what it needs."""
+    """Follows events that backward runs again, and gathers blocks around their calls; the graph keeps what it needs.
+
+    Args:
+        begins: calls by the events in which they begin.
+        ends: and in which they end.
+        lone: weights that no block has.
+        order: the blocks that backward calls, as the step before has told.
+        keep: whether weights stay whole until the end of backward.
+        of_forward: what forward has gathered.
+    """
 
     def __init__(
         self,
         begins: Mapping[int, Sequence[BlockCall]],
         ends: Mapping[int, Sequence[BlockCall]],
         lone: LoneWeights,
-        kept: dict[GatheredBlock, BlockUse] | None,
+        order: Sequence[GatheredBlock],
+        keep: bool,
+        of_forward: Mapping[GatheredBlock, BlockUse],
     ) -> None:
-        self._begins, self._ends, self._lone, self._kept = begins, ends, lone, kept
+        self._begins, self._ends, self._lone, self._order, self._keep = begins, ends, lone, order, keep
+        self._of_forward = of_forward
+        self._called = 0
+        self._ahead: dict[GatheredBlock, BlockUse] = {}
+        self._kept: dict[GatheredBlock, BlockUse] = {}
 
     def before(self, number: int) -> dict[int, Tensor]:
         """As `GatheredBlocks.before`."""
         found: dict[int, Tensor] = {}
         for call in self._begins.get(number, ()):
-            use = BlockUse(call.block, None)
-            if self._kept is not None:
-                use = self._kept.setdefault(call.block, use)
-            wholes = use.weights()  # of no graph: what runs again is not walked through
+            wholes = self._use_of(call.block).weights()  # of no graph: what runs again is not walked through
             found |= {w.key: w.used(x.requires_grad_(w.part.requires_grad)) for w, x in zip(call.block.weights, wholes)}
         return found | self._lone.before(number)
+
+    def _use_of(self, block: GatheredBlock) -> BlockUse:
+        use = self._kept.get(block)
+        if use is None:
+            use = self._ahead.pop(block, None) or BlockUse(block, None)
+            use.land_where(self._of_forward.get(block, use))
+            if self._keep:
+                self._kept[block] = use
+        self._begin_next(block)
+        return use
+
+    def _begin_next(self, block: GatheredBlock) -> None:
+        self._called += 1
+        there = {block, *self._kept}
+        following = next((x for x in self._order[self._called :] if x not in there), None)
+        if following is not None and not self._ahead:
+            use = self._ahead[following] = BlockUse(following, None)
+            use.start()
 
     def after(self, number: int) -> list[int]:
         """As `GatheredBlocks.after`."""

@@ -27,7 +27,8 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
         end: the one behind the last.
     """
     given = {id(x): run.values[id(x)] for x in _begins(run, first, end)}
-    weights = {id(x): run.values[id(x)] for x in run.step.recording.parameters.values() if id(x) in run.values}
+    taken = (id(x) for event in run.step.events[first:end] for x in event.inputs)
+    weights = {key: run.values[key] for key in taken if key in run.step.names and key in run.values}
     last = {number: list(keys) for number, keys in run.last.items() if first <= number < end}
     runs = 0
 
@@ -40,7 +41,7 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
         again = copy.copy(run)
         again.is_second = True
         again.values, again.last, again.asked = {**weights, **given}, defaultdict(list, last), []
-        again.gathers = None if run.blocks is None else run.blocks.again()
+        again.gathers = None if run.blocks is None else run.blocks.again
         with kernels(run.place.gpu):
             again.run_plainly(set(), first, end)
 

@@ -78,7 +78,17 @@ def store(
     ends = None if storage.keep else ends_of_calls(storage.module, step, keys, messages)
     events = [[id(x) for x in event.inputs] for event in step.events]
     calls.sort(key=lambda call: (call.first, -call.last))
-    return GatheredBlocks(calls, storage.keep, LoneWeights(lone, events, ends))
+    again = [call.block for call in _called_again(step, calls)]
+    return GatheredBlocks(calls, storage.keep, LoneWeights(lone, events, ends), again)
+
+
+def _called_again(step: RecordedStep, calls: list[BlockCall]) -> list[BlockCall]:
+    """The calls that backward makes again, in its order: that of a region, but the last region first."""
+    graphed = {
+        region for event, region in zip(step.events, step.regions) if any(x.requires_grad for x in event.outputs)
+    }
+    found = [call for call in calls if step.regions[call.first] in graphed - {0}]
+    return sorted(found, key=lambda call: -step.regions[call.first])
 
 
 def _travels(step: RecordedStep, part: StoredPart, x: Tensor) -> torch.dtype:
