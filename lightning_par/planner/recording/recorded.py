@@ -219,9 +219,10 @@ class RecordedStep:
         given = (x for x in event.inputs if memory_of(x) in self.held and x.itemsize > kept.itemsize)
         return next((self.held[memory_of(x)] for x in given if tuple(x.shape) in shapes), None)
 
-    def spans(self, paths: Collection[str]) -> list[tuple[int, int]]:
-        """The first and the last event of each call of these modules."""
-        return [span for number, call in enumerate(self.calls) if call.path in paths and (span := self._span(number))]
+    def spans(self, paths: Collection[str]) -> dict[int, tuple[int, int]]:
+        """The first and the last event of each call of these modules, by the call's number."""
+        calls = ((number, self._span(number)) for number, call in enumerate(self.calls) if call.path in paths)
+        return {number: span for number, span in calls if span is not None}
 
     def _span(self, call: int) -> tuple[int, int] | None:
         inside = {call}

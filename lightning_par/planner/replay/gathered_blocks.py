@@ -7,6 +7,7 @@ their sum while the block before runs backward.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,25 @@ from lightning_par.private.storage import memory_of
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A call of a block, by the events in which it begins and ends."""
+    """A call of a block, by the events in which it begins and ends, and by its number among all calls of modules."""
 
     first: int
     last: int
     block: GatheredBlock
+    number: int
+
+
+@dataclass(frozen=True)
+class CalledAgain:
+    """What backward does anew.
+
+    Attributes:
+        calls: that it makes, in its order.
+        alone: the weights of all blocks, each gathered by itself where none of these calls runs, as within a layer.
+    """
+
+    calls: Sequence[BlockCall]
+    alone: LoneWeights
 
 
 class GatheredBlocks:
@@ -36,11 +51,11 @@ class GatheredBlocks:
         calls: in the order of the step.
         keep: whether weights stay whole until the end of backward.
         lone: weights that no block has.
-        again: the blocks that backward calls again, in its order.
+        again: what backward runs again.
 
     Example::
 
-        blocks = GatheredBlocks(calls, False, lone, [])
+        blocks = GatheredBlocks(calls, False, lone, again)
         with blocks.saved():
             for number, event in enumerate(events):
                 values |= blocks.before(number)
@@ -50,17 +65,14 @@ class GatheredBlocks:
         loss.backward()
     """
 
-    def __init__(
-        self, calls: Sequence[BlockCall], keep: bool, lone: LoneWeights, again: Sequence[GatheredBlock]
-    ) -> None:
+    def __init__(self, calls: Sequence[BlockCall], keep: bool, lone: LoneWeights, again: CalledAgain) -> None:
         self._calls, self._keep, self._lone = list(calls), keep, lone
-        self._begins = {call.first: [c for c in calls if c.first == call.first] for call in calls}
-        self._ends = {call.last: [c for c in calls if c.last == call.last] for call in calls}
+        self._begins, self._ends = _by_event(calls)
         self._uses: dict[GatheredBlock, BlockUse] = {}  # that have weights now
         self._ahead: dict[GatheredBlock, BlockUse] = {}
         self._last: BlockUse | None = None
         self._of_forward: dict[GatheredBlock, BlockUse] = {}
-        self.again = GatheredAgain(self._begins, self._ends, lone, again, keep, self._of_forward)
+        self.again = GatheredAgain(again, keep, lone, self._of_forward)
         passing = [call.block for call in calls if not call.block.stays]
         self._final = passing[-1] if passing else None
 
@@ -132,26 +144,19 @@ class GatheredAgain:
     """Follows events that backward runs again, and gathers blocks around their calls; the graph keeps what it needs.
 
     Args:
-        begins: calls by the events in which they begin.
-        ends: and in which they end.
-        lone: weights that no block has.
-        order: the blocks that backward calls, as the step before has told.
+        again: what backward does anew, as the step before has told.
         keep: whether weights stay whole until the end of backward.
+        lone: weights that no block has.
         of_forward: what forward has gathered.
     """
 
     def __init__(
-        self,
-        begins: Mapping[int, Sequence[BlockCall]],
-        ends: Mapping[int, Sequence[BlockCall]],
-        lone: LoneWeights,
-        order: Sequence[GatheredBlock],
-        keep: bool,
-        of_forward: Mapping[GatheredBlock, BlockUse],
+        self, again: CalledAgain, keep: bool, lone: LoneWeights, of_forward: Mapping[GatheredBlock, BlockUse]
     ) -> None:
-        self._begins, self._ends, self._lone, self._order, self._keep = begins, ends, lone, order, keep
-        self._of_forward = of_forward
+        self._again, self._keep, self._lone, self._of_forward = again, keep, lone, of_forward
+        self._begins, self._ends = _by_event(again.calls)
         self._called = 0
+        self._running: set[int] = set()  # keys of the weights of calls that run
         self._ahead: dict[GatheredBlock, BlockUse] = {}
         self._kept: dict[GatheredBlock, BlockUse] = {}
 
@@ -161,7 +166,8 @@ class GatheredAgain:
         for call in self._begins.get(number, ()):
             wholes = self._use_of(call.block).weights()  # of no graph: what runs again is not walked through
             found |= {w.key: w.used(x.requires_grad_(w.part.requires_grad)) for w, x in zip(call.block.weights, wholes)}
-        return found | self._lone.before(number)
+            self._running.update(w.key for w in call.block.weights)
+        return found | self._lone.before(number) | self._again.alone.before(number, self._running)
 
     def _use_of(self, block: GatheredBlock) -> BlockUse:
         use = self._kept.get(block)
@@ -176,7 +182,7 @@ class GatheredAgain:
     def _begin_next(self, block: GatheredBlock) -> None:
         self._called += 1
         there = {block, *self._kept}
-        following = next((x for x in self._order[self._called :] if x not in there), None)
+        following = next((c.block for c in self._again.calls[self._called :] if c.block not in there), None)
         if following is not None and not self._ahead:
             use = self._ahead[following] = BlockUse(following, None)
             use.start()
@@ -184,7 +190,17 @@ class GatheredAgain:
     def after(self, number: int) -> list[int]:
         """As `GatheredBlocks.after`."""
         ended = [w.key for call in self._ends.get(number, ()) for w in call.block.weights]
+        self._running.difference_update(ended)
         return ended + self._lone.after(number)
+
+
+def _by_event(calls: Sequence[BlockCall]) -> tuple[dict[int, list[BlockCall]], dict[int, list[BlockCall]]]:
+    """Those that begin with an event, and those that end with one."""
+    begins, ends = defaultdict[int, list[BlockCall]](list), defaultdict[int, list[BlockCall]](list)
+    for call in calls:
+        begins[call.first].append(call)
+        ends[call.last].append(call)
+    return dict(begins), dict(ends)
 
 
 def _unpack(kept: Any) -> Tensor:

@@ -7,7 +7,7 @@ modules' calls is let go with the call, and gathered again as soon as backward c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +58,9 @@ class LoneWeights:
         self._memories: dict[int, Regathered] = {}
         self._together = Together()
 
-    def before(self, number: int) -> dict[int, Tensor]:
-        """What an event takes, whole, by keys."""
-        return {key: self._whole(key) for key in self._events[number] if key in self._weights}
+    def before(self, number: int, but: Collection[int] = ()) -> dict[int, Tensor]:
+        """What an event takes, whole, by keys; without those in ``but``, which it has otherwise."""
+        return {key: self._whole(key) for key in self._events[number] if key in self._weights and key not in but}
 
     def _whole(self, key: int) -> Tensor:
         if key not in self._used:
@@ -116,6 +116,6 @@ def ends_of_calls(
     found: dict[int, list[list[int]]] = defaultdict(list)
     for path, held in calls:
         own = [keys[names[id(x)]] for x in held if names[id(x)] in keys]
-        for _, last in step.spans((path,)) if own else ():
+        for _, last in step.spans((path,)).values() if own else ():
             found[last].append(own)
     return dict(found)

@@ -28,7 +28,8 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
     """
     given = {id(x): run.values[id(x)] for x in _begins(run, first, end)}
     taken = (id(x) for event in run.step.events[first:end] for x in event.inputs)
-    weights = {key: run.values[key] for key in taken if key in run.step.names and key in run.values}
+    own = run.step.names.keys() - run.parts.keys()  # what ranks store parts of is gathered again
+    weights = {key: run.values[key] for key in taken if key in own and key in run.values}
     last = {number: list(keys) for number, keys in run.last.items() if first <= number < end}
     runs = 0
 

@@ -15,7 +15,7 @@ from lightning_par.planner.recording.profile import Parameter
 from lightning_par.planner.recording.recorded import RecordedStep
 from lightning_par.planner.replay.block_use import BlockWeight, GatheredBlock
 from lightning_par.planner.replay.counting_axis import CountingStorage
-from lightning_par.planner.replay.gathered_blocks import BlockCall, GatheredBlocks
+from lightning_par.planner.replay.gathered_blocks import BlockCall, CalledAgain, GatheredBlocks
 from lightning_par.planner.replay.lone_weights import LoneWeight, LoneWeights, ends_of_calls
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.tensor import ShardedTensor
@@ -56,9 +56,17 @@ def store(
     messages, alone = block_messages(storage.module, stored)
     known = {part.parameter.name: part for part in stored}
 
+    axis, by_itself = CountingStorage(storage.ranks), list[LoneWeight]()
+
+    def lone_weight(part: StoredPart, held: Any) -> LoneWeight:
+        x = fakes[part.parameter.name]
+        with fake:
+            return LoneWeight(id(x), Stored.of(held, axis, axis), _travels(step, part, x))
+
     def weight(name: str) -> BlockWeight:
         x = fakes[name]
         held = values.pop(id(x))
+        by_itself.append(lone_weight(known[name], held))
         with fake:
             own = parts[id(x)] = torch.empty(known[name].numel, dtype=x.dtype).requires_grad_(x.requires_grad)
         return _weight(id(x), known[name], own, held, _travels(step, known[name], x), storage.ranks, tensor)
@@ -66,29 +74,29 @@ def store(
     calls: list[BlockCall] = []
     for message in messages:
         block = GatheredBlock(tuple(map(weight, message.names)), storage.ranks, message.stays)
-        calls += [BlockCall(first, last, block) for first, last in step.spans(message.paths)]
-    axis, lone = CountingStorage(storage.ranks), []
-    for part in alone:
-        x = fakes[part.parameter.name]
-        with fake:
-            own = Stored.of(values.pop(id(x)), axis, axis)
-        parts[id(x)] = own.local
-        lone.append(LoneWeight(id(x), own, _travels(step, part, x)))
+        calls += [BlockCall(*span, block, number) for number, span in step.spans(message.paths).items()]
+    lone = [lone_weight(part, values.pop(id(fakes[part.parameter.name]))) for part in alone]
+    parts |= {w.key: w.stored.local for w in lone}
     keys = {part.parameter.name: w.key for part, w in zip(alone, lone)}
     ends = None if storage.keep else ends_of_calls(storage.module, step, keys, messages)
     events = [[id(x) for x in event.inputs] for event in step.events]
     calls.sort(key=lambda call: (call.first, -call.last))
-    again = [call.block for call in _called_again(step, calls)]
+    again = CalledAgain(_called_again(step, calls), LoneWeights(by_itself, events, {}))
     return GatheredBlocks(calls, storage.keep, LoneWeights(lone, events, ends), again)
 
 
 def _called_again(step: RecordedStep, calls: list[BlockCall]) -> list[BlockCall]:
-    """The calls that backward makes again, in its order: that of a region, but the last region first."""
+    """The calls that backward makes again, in its order: the last region first. It does not make one that a region
+    lies in."""
     graphed = {
         region for event, region in zip(step.events, step.regions) if any(x.requires_grad for x in event.outputs)
     }
-    found = [call for call in calls if step.regions[call.first] in graphed - {0}]
-    return sorted(found, key=lambda call: -step.regions[call.first])
+    regions = [step.regions[call.first] for call in calls]
+    within = [
+        (region, call) for region, call in zip(regions, calls)
+        if region and region in graphed and step.region(region).call < call.number
+    ]  # fmt: skip
+    return [call for _, call in sorted(within, key=lambda found: -found[0])]
 
 
 def _travels(step: RecordedStep, part: StoredPart, x: Tensor) -> torch.dtype:
