@@ -26,6 +26,9 @@ from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.tensor import ShardedTensor
 
+MOST_FROZEN = 2
+"""Uses that no gradient ends, and have weights at one time."""
+
 
 class BlockCalls:
     """What is gathered of a run's blocks, and in which order.
@@ -110,7 +113,7 @@ class BlockCalls:
         if use not in self._held:
             self._held.append(use)
         frozen = [x for x in self._held if not x.is_tracked and x.wholes is not None]
-        for x in frozen[:-2]:
+        for x in frozen[:-MOST_FROZEN]:
             x.let_go()
 
     def written(self, memories: set[int]) -> None:
@@ -186,7 +189,7 @@ class BlockCalls:
                 used._stored_weight, used._lender = x, StoredGradient(x)  # type: ignore[attr-defined]
         if self.keep or block.stays and self.kind == "training_step" and not in_backward():
             self._kept[id(block)] = use, weights, torch.is_grad_enabled()
-            if not self.keep:
+            if self.kind == "training_step":  # the graph holds it, which outlives backward
                 self.hold(use)
         return use, weights
 

@@ -20,6 +20,7 @@ from lightning_par.planner.planner import Planner
 from lightning_par.planner.report import layout_dict
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
+from tests.planner import peaks
 from tests.planner.counted import Counted, differences, trained
 
 WIDTH = 32
@@ -143,8 +144,22 @@ def test_what_no_backward_comes_to_has_no_gradient(part: str, pool: Pool) -> Non
     _check(part, LAYOUTS["tensor"], pool, part != "function")
 
 
-def test_what_keeps_no_graph_is_not_run_again(pool: Pool) -> None:
-    _check("no_grad", LAYOUTS["fsdp"], pool)
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_kept"])
+def test_what_keeps_no_graph_is_not_run_again(name: str, pool: Pool) -> None:
+    _check("no_grad", LAYOUTS[name], pool)
+
+
+def _peak(part: str, layout: dict[str, Any]) -> int:
+    return peaks.trained(Model(part), DataLoader([_batch()] * 8, batch_size=None), layout)[0]  # type: ignore[arg-type]
+
+
+@slow(but=["mlp-fsdp", "inside-fsdp_kept", "no_grad-fsdp_kept"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_kept"])
+@pytest.mark.parametrize("part", ["mlp", "inside", "loss", "no_grad"])
+def test_what_lives_while_a_region_is_run_again(part: str, name: str, pool: Pool) -> None:
+    found = [min(pair) for pair in zip(*(pool.run(2, _peak, part, LAYOUTS[name]) for _ in range(2)), strict=True)]
+    said = peaks.said(partial(Model, part), _batch(), LAYOUTS[name])
+    assert found == [pytest.approx(size, rel=peaks.WITHIN) for size in said]
 
 
 class Attends(LightningModule):

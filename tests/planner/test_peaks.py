@@ -12,11 +12,8 @@ from tests.planner.test_counted import IMPOSSIBLE
 
 TRIES = 3  # a message that is late on a busy machine holds its memory for longer
 
-OFF = {("gpt_checkpointed", name) for name in ("interleaved", "zbv", "pipeline_4", "fsdp_kept", "fsdp_ring")}
-"""Not told within that yet: a layer that runs again and is cut by stages, up to 19 % too low, as each of its parts runs
-again by itself; kept weights that are gathered again, 10 % too high; those of a ring, 6 %."""
-ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE | OFF]
-DEFAULT = ["gpt-tensor", "lstm-fsdp", "gpt-interleaved"]
+ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
+DEFAULT = ["gpt-tensor", "lstm-fsdp", "gpt-interleaved", "gpt_checkpointed-zbv", "gpt_checkpointed-fsdp_kept"]
 
 
 @slow(but=DEFAULT)

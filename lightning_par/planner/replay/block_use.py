@@ -62,6 +62,7 @@ class BlockUse:
     Attributes:
         refers: how often backward will need each weight.
         memories: the number of the weight that lies in a memory.
+        is_tracked: whether it is in the graph.
     """
 
     def __init__(self, block: GatheredBlock, before: BlockUse | None) -> None:
@@ -71,7 +72,7 @@ class BlockUse:
         self.token: Tensor | None = None
         self.refers: Counter[int] = Counter()
         self.left: Counter[int] | None = None
-        self.begun = False
+        self.begun = self.is_tracked = False
         self.memories: dict[int, int] = {}
         self.sums: list[Tensor] = []
 
@@ -108,7 +109,7 @@ class BlockUse:
         """Take part in the graph from here on."""
         parts = [w.part for w in self.block.weights]
         if any(x.requires_grad for x in parts) and torch.is_grad_enabled():
-            self.token = _Parts.apply(self, *parts)
+            self.is_tracked, self.token = True, _Parts.apply(self, *parts)
 
     def weights(self) -> Sequence[Tensor]:
         """The whole weights, for the call."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.block_calls import MOST_FROZEN
 from lightning_par.fsdp.regathered import Again
 from lightning_par.planner.replay.block_use import BlockUse, GatheredBlock
 from lightning_par.planner.replay.lone_weights import LoneWeights
@@ -134,6 +135,8 @@ class GatheredBlocks:
     def end_forward(self) -> list[int]:
         """What lives on is the graph's; returns the keys of the weights that are gone."""
         gone = self._lone.end_forward() + [w.key for block in self._uses for w in block.weights]
+        for use in [x for x in self._uses.values() if not x.is_tracked][:-MOST_FROZEN]:
+            use.let_go()
         self._uses.clear()
         self._ahead.clear()
         self._last = None
