@@ -40,7 +40,7 @@ def gatherings(
         reshard: whether a block is let go after a call.
         is_last: whether it is the one that forward calls last, with which backward begins.
     """
-    begins = [n for n, path in enumerate(tree.calls) if path == block.paths[0] and n in stage.calls]
+    begins = [n for n, path in enumerate(tree.calls) if path in block.paths and n in stage.calls]
     stays = block.stays or not reshard
     found: dict[int, list[tuple[str, Use]]] = {tree.after(n) if stays else n: [] for n in begins}
     for name in block.names:
