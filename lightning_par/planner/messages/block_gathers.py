@@ -59,7 +59,8 @@ def _gathering(
 ) -> Gathering:  # fmt: skip
     whole = [use for _, use in uses if begin is None or not use.is_run_alone(begin)]
     needed = frozenset[int]().union(*(use.needed for use in whole))
-    summed = frozenset[int]().union(*(use.summed for _, use in uses)) if tree.backwards else LAST
+    # what takes none of them as it is seen, such as functions of the user's own, is taken to end in the loss
+    summed = frozenset[int]().union(*(use.summed for _, use in uses)) if uses or tree.backwards else LAST
     on = {name for name, use in uses if not use.off}
     off = frozenset(name for name, _ in uses) - on if tree.backwards else frozenset[str]()
     if not stays and _is_run_again(whole):

@@ -157,20 +157,27 @@ class RecordedStep:
         return all(found[id(x)] <= 1 for x in self.recording.parameters.values())
 
     @cached_property
-    def graded(self) -> frozenset[str]:
-        """The first names of the parameters that a backward comes to, by the graph that autograd keeps."""
+    def reached(self) -> frozenset[int]:
+        """The events that a backward comes to, by the graph that autograd keeps."""
         loss = loss_in(self.recording.result)
         ends = [end.value for end in self.recording.ends] or ([] if loss is None else [loss])
-        wanted = {memory_of(x) for x in ends}
-        for event in reversed(self.events):
+        wanted, found = {memory_of(x) for x in ends}, set[int]()
+        for number, event in reversed([*enumerate(self.events)]):
             if event.func is returned:  # which takes more than the loss
                 continue
             made = event.outputs or event.inputs[:1]  # what only writes makes of that
             # without a graph: within autograd functions of the user's own, whose results have one
             to = (x for x in made if (x.requires_grad if event.graph else memory_of(x) not in self.held))
             if any(memory_of(x) in wanted for x in to):
-                wanted.update(memory_of(x) for x in event.inputs if x.requires_grad or not event.graph)
-        return frozenset(name for memory, name in self.held.items() if memory in wanted)
+                found.add(number)
+                wanted.update(memory_of(x) for x in _with_graph(event))
+        return frozenset(found)
+
+    @cached_property
+    def graded(self) -> frozenset[str]:
+        """The first names of the parameters that a backward comes to."""
+        taken = {memory_of(x) for number in self.reached for x in _with_graph(self.events[number])}
+        return frozenset(name for memory, name in self.held.items() if memory in taken)
 
     @cached_property
     def regions(self) -> tuple[int, ...]:
@@ -296,6 +303,11 @@ class RecordedStep:
     @cached_property
     def _folding(self) -> tuple[Recording, dict[int, Tensor]]:
         return fold(self)
+
+
+def _with_graph(event: Event) -> list[Tensor]:
+    """What an event takes that may have a graph behind it."""
+    return [x for x in event.inputs if x.requires_grad or not event.graph]
 
 
 def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -106,7 +106,7 @@ def backwards_to(step: RecordedStep) -> tuple[frozenset[int], ...]:
     """Of each event, the backwards of the step that come to it; of one that runs none itself, the one that follows."""
     ends = step.recording.ends
     if not ends:
-        return (LAST,) * len(step.events)
+        return tuple(LAST if number in step.reached else frozenset() for number in range(len(step.events)))
     found: list[set[int]] = [set() for _ in step.events]
     for number, end in enumerate(ends):
         wanted = {id(end.value)}
