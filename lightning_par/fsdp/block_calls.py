@@ -199,7 +199,8 @@ class BlockCalls:
             return None
         self.escaped.settle(block.weights)
         use, weights, tracked = self._kept[id(block)]
-        if use.is_current and tracked == torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        serves = tracked or not torch.is_grad_enabled()  # without autograd what is in a graph serves as well
+        if use.is_current and serves and not torch.is_inference_mode_enabled():
             return use, weights
         self._give_up(block)
         return None

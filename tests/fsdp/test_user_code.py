@@ -194,6 +194,17 @@ class WithAndWithoutGraph(Model):
         return super().body(x + y)
 
 
+class GraphBetween(Model):
+    """Weights that the graph has serve calls without one."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        with torch.no_grad():
+            y = super().body(x)
+            self.see(y, *(x.new_tensor(p.requires_grad) for p in self.parameters()))
+        return super().body(x + y)
+
+
 class ReadsNorms(Model):
     def training_step(self, x: Tensor) -> Any:
         norms = [layer.down.weight.norm() + layer.up.weight.abs().amax() for layer in self.layers]
@@ -324,11 +335,11 @@ CASES = [
     *((model, Keeps) for model in (OtherBlocksViews, Freezes, TwoOptimizers, WritesViews)),
     *((model, kind) for model in (Checkpointed, CheckpointedReentrant) for kind in (Keeps, KeepsAnew)),
     *((Model, kind) for kind in (KeepsAnew, ReadsGradient, Recursive)),
-    *((model, Layer) for model in (SkipsBlocks, WithAndWithoutGraph, ReadsNorms, WritesPlaces, SwapsData)),
-    *((model, Layer) for model in (StepsInBackward, GradientsOfWeights, BetweenSteps, Averages, GoesBack)),
+    *((model, Layer) for model in (SkipsBlocks, WithAndWithoutGraph, GraphBetween, ReadsNorms, WritesPlaces)),
+    *((model, Layer) for model in (SwapsData, StepsInBackward, GradientsOfWeights, BetweenSteps, Averages, GoesBack)),
     *((WritesViews, KeepsMany), (Tied, KeepsMany), (Catches, Fails)),
 ]
-QUICK = ["WithAndWithoutGraph-Layer-keep", "GradientsOfWeights-Layer-"]
+QUICK = ["WithAndWithoutGraph-Layer-keep", "GraphBetween-Layer-keep", "GradientsOfWeights-Layer-"]
 
 
 def _name(x: Any) -> str:

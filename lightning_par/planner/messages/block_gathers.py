@@ -49,7 +49,8 @@ def gatherings(
             if block.has(use.path) and key in found:
                 found[key].append((name, use))
     first = min(begins, default=None)
-    return [_gathering(key if stays else tree.after(key), uses, tree, stays or is_last, reshard, block.stays,
+    asleep = [Gathering(1, 0, frozenset()) for uses in found.values() if stays and _sleeps_first(uses)]
+    return asleep + [_gathering(key if stays else tree.after(key), uses, tree, stays or is_last, reshard, block.stays,
                        None if block.stays else first if stays else key) for key, uses in found.items()]  # fmt: skip
 
 
@@ -72,6 +73,12 @@ def _gathering(
     again += len(calls) if reshard else min(len(calls), 1)
     alone = tuple(name for name, use in uses if use not in whole and use.needed)
     return Gathering(1 + again, len(summed), off, alone)
+
+
+def _sleeps_first(uses: Sequence[tuple[str, Use]]) -> bool:
+    """Whether weights that stay are gathered without autograd, and then, in the graph, once more."""
+    on = [use.call for _, use in uses if use.graph]
+    return bool(on) and any(use.call < min(on) for _, use in uses)
 
 
 def _is_run_again(uses: Sequence[Use]) -> bool:

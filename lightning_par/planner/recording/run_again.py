@@ -1,4 +1,4 @@
-"""Which functions of a stage its backward runs again, as the module says by `torch.utils.checkpoint`, and which at once.
+"""Which functions of a stage its backward runs again, as modules say by `torch.utils.checkpoint`, and which at once.
 
 A region that stages cut, or that is given a part of the batch, is not run again as one, but each unit in it by itself:
 `lightning_par.pipeline.program.regions` says where, as to a run.
@@ -54,7 +54,7 @@ def _is_one(step: RecordedStep, cut: StageCut, region: Span, stage: Span, cuts: 
 
 
 def _see_batch(step: RecordedStep, cut: StageCut, region: Span) -> Iterator[bool]:
-    """Whether the events of a region are of the batch alone, or take what is, from without the unit that they are in."""
+    """Whether the events of a region are of the batch alone, or take what is, from outside of their unit."""
     made = {id(x): number for number, event in enumerate(step.events) for x in event.outputs}
     of_batch = {id(x) for x in step.recording.batch}
     of_batch |= {key for key, number in made.items() if not cut.unit_calls[number] and key not in step.of_model}

@@ -29,6 +29,7 @@ class Use:
         off: whether it required none in this call.
         again: the call in which what backward runs again of it begins, if that is all of it; what is run again gathers
             again, too.
+        graph: whether autograd was on for any of it.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Use:
     summed: frozenset[int] = LAST
     off: bool = False
     again: int | None = None
+    graph: bool = True
 
     def is_run_alone(self, call: int) -> bool:
         """Whether backward runs it again without ``call``, of which it is a part."""
@@ -97,7 +99,8 @@ def uses_of(step: RecordedStep, first: int = 0, end: int | None = None) -> dict[
                 after = before.after
                 again = None if again is None or before.again is None else min(again, before.again)
             alone = name in off and (before is None or before.off)
-            found[name][call] = Use(step.calls[call].path, call, after, needed, summed, alone, again)
+            graph = event.graph or before is not None and before.graph
+            found[name][call] = Use(step.calls[call].path, call, after, needed, summed, alone, again, graph)
         taken = {}
     return {name: tuple(uses.values()) for name, uses in found.items()}
 
