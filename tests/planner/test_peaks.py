@@ -13,7 +13,15 @@ from tests.planner.test_counted import IMPOSSIBLE
 TRIES = 3  # a message that is late on a busy machine holds its memory for longer
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
-DEFAULT = ["gpt-tensor", "lstm-fsdp", "gpt-interleaved", "gpt_checkpointed-zbv", "gpt_checkpointed-fsdp_kept"]
+ROWS += [("mlp_gradient_penalty", name) for name in ("fsdp", "fsdp_kept")]
+DEFAULT = [
+    "gpt-tensor",
+    "lstm-fsdp",
+    "gpt-interleaved",
+    "gpt_checkpointed-zbv",
+    "gpt_checkpointed-fsdp_kept",
+    "mlp_gradient_penalty-fsdp",
+]
 
 
 @slow(but=DEFAULT)

@@ -68,6 +68,7 @@ def _gathering(
         again = len(needed)  # for which the graph has kept none of the weights
     else:
         again = len(needed - {after} if held else needed) if reshard else 0  # else the graph itself has them
+    again += max((use.asked for use in whole), default=0) * (reshard and not held)
     calls = {use.call for use in whole if use.needed and use.again is not None} if stays else frozenset[int]()
     # what stays is let go at forward's end: each call that backward runs again gathers it, but where nothing is let go
     again += len(calls) if reshard else min(len(calls), 1)

@@ -201,7 +201,7 @@ class ByRank:
         p, trained, times = self.work.run.precision, part.parameter.trained, self.work.one.microbatches
         if self.work.one.reshard:
             # what the step itself uses stays, as no call of a module ends with it: for all of its microbatches
-            gathers = sum((1 + len(use.needed)) * (times if use.call else 1) for use in uses)
+            gathers = sum((1 + len(use.needed) + use.asked) * (times if use.call else 1) for use in uses)
             sums = sum(len(use.summed) for use in uses) * times
         else:
             gathers = len({use.after for use in uses})

@@ -19,7 +19,7 @@ from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.planner.recording.checkpointed import Region, filled
 from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
-from lightning_par.planner.recording.uses import Use, backwards_to, uses_of
+from lightning_par.planner.recording.uses import Use, asked_of, backwards_to, uses_of
 from lightning_par.private.graph import function_of, made_by
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
@@ -193,6 +193,11 @@ class RecordedStep:
     def uses(self) -> dict[str, tuple[Use, ...]]:
         """Of each parameter, by its first name, the calls of modules that use it."""
         return uses_of(self)
+
+    @cached_property
+    def asked(self) -> tuple[int, ...]:
+        """Of each event, how many gradients that the step asks of autograd itself come through it."""
+        return asked_of(self)
 
     @cached_property
     def backwards_to(self) -> tuple[frozenset[int], ...]:

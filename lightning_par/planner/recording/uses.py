@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_par.private.storage import memory_of
+from lightning_par.python_state.nested_tensors import tensors_in
 
 if TYPE_CHECKING:
     from lightning_par.planner.recording.recorded import RecordedStep
@@ -30,6 +31,7 @@ class Use:
         again: the call in which what backward runs again of it begins, if that is all of it; what is run again gathers
             again, too.
         graph: whether autograd was on for any of it.
+        asked: how many gradients that the step asks of autograd itself need the parameter's values.
     """
 
     path: str
@@ -40,6 +42,7 @@ class Use:
     off: bool = False
     again: int | None = None
     graph: bool = True
+    asked: int = 0
 
     def is_run_alone(self, call: int) -> bool:
         """Whether backward runs it again without ``call``, of which it is a part."""
@@ -100,7 +103,8 @@ def uses_of(step: RecordedStep, first: int = 0, end: int | None = None) -> dict[
                 again = None if again is None or before.again is None else min(again, before.again)
             alone = name in off and (before is None or before.off)
             graph = event.graph or before is not None and before.graph
-            found[name][call] = Use(step.calls[call].path, call, after, needed, summed, alone, again, graph)
+            asked = max(step.asked[number] if name in kept else 0, 0 if before is None else before.asked)
+            found[name][call] = Use(step.calls[call].path, call, after, needed, summed, alone, again, graph, asked)
         taken = {}
     return {name: tuple(uses.values()) for name, uses in found.items()}
 
@@ -120,6 +124,32 @@ def backwards_to(step: RecordedStep) -> tuple[frozenset[int], ...]:
                 found[i].add(number)
                 wanted.update(id(x) for x in event.inputs)
     return tuple(map(frozenset, found))
+
+
+def asked_of(step: RecordedStep) -> tuple[int, ...]:
+    """Of each event, how many gradients that the step asks of autograd itself come through it to what it takes."""
+    found = [0] * len(step.events)
+    for number, event in enumerate(step.events):
+        if event.name != "grad":
+            continue
+        given = dict(zip(("outputs", "inputs"), event.args)) | event.kwargs
+        wanted = {id(x) for x in tensors_in(given.get("outputs"))}
+        for i in _on_the_way(step, number, {id(x) for x in tensors_in(given.get("inputs"))}, wanted):
+            found[i] += 1
+    return tuple(found)
+
+
+def _on_the_way(step: RecordedStep, end: int, behind: set[int], wanted: set[int]) -> Iterator[int]:
+    """The events before ``end`` by which the values ``wanted`` come of those ``behind``, by their ids."""
+    for event in step.events[:end]:
+        if any(id(x) in behind for x in event.inputs):
+            behind.update(id(x) for x in event.outputs)
+    for i in reversed(range(end)):
+        event = step.events[i]
+        taken = [id(x) for x in event.inputs if id(x) in behind and id(x) not in step.names]
+        if taken and any(id(x) in wanted and x.requires_grad for x in event.outputs):
+            wanted.update(taken)
+            yield i
 
 
 def _sets_gradient(args: tuple[object, ...]) -> bool:

@@ -146,6 +146,8 @@ class BlockUse:
     def for_backward(self, number: int) -> Tensor:
         """The weight of this number; the last one that asks lets it go."""
         self.begin_backward()
+        if self.wholes is not None and self.wholes[number] is None:  # another backward comes
+            self.let_go()
         self.land()
         assert self.wholes is not None
         if self.left is None:
