@@ -26,9 +26,6 @@ from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.tensor import ShardedTensor
 
-MOST_FROZEN = 2
-"""Uses that no gradient ends, and have weights at one time."""
-
 
 class BlockCalls:
     """What is gathered of a run's blocks, and in which order.
@@ -74,7 +71,8 @@ class BlockCalls:
         """Forward has ended; what it keeps for backward stays."""
         self._end_order(self.kind)
         self._give_up_ahead()
-        self._kept.clear()
+        for number in [*self._kept]:
+            self._give_up_kept(number)
         self.kind = "outside"
 
     def end_backward(self) -> None:
@@ -113,7 +111,7 @@ class BlockCalls:
         if use not in self._held:
             self._held.append(use)
         frozen = [x for x in self._held if not x.is_tracked and x.wholes is not None]
-        for x in frozen[:-MOST_FROZEN]:
+        for x in frozen[:-2]:
             x.let_go()
 
     def written(self, memories: set[int]) -> None:
@@ -189,7 +187,7 @@ class BlockCalls:
                 used._stored_weight, used._lender = x, StoredGradient(x)  # type: ignore[attr-defined]
         if self.keep or block.stays and self.kind == "training_step" and not in_backward():
             self._kept[id(block)] = use, weights, torch.is_grad_enabled()
-            if self.kind == "training_step":  # the graph holds it, which outlives backward
+            if self.kind == "training_step":  # what comes after it in the graph holds it, which outlives backward
                 self.hold(use)
         return use, weights
 
@@ -257,7 +255,12 @@ class BlockCalls:
         ahead = self._ahead.pop(id(block), None)
         if ahead is not None:
             ahead.drop()
-        self._kept.pop(id(block), None)
+        self._give_up_kept(id(block))
+
+    def _give_up_kept(self, number: int) -> None:
+        use, _, tracked = self._kept.pop(number, (None, [], False))
+        if use is not None and self.keep and not (tracked and use.is_tracked):
+            use.let_go()  # of what it has the graph needs no more than it holds by itself
 
     def _give_up_ahead(self) -> None:
         for use in self._ahead.values():

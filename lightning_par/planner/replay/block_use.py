@@ -63,6 +63,7 @@ class BlockUse:
         refers: how often backward will need each weight.
         memories: the number of the weight that lies in a memory.
         is_tracked: whether it is in the graph.
+        has_graph: whether autograd was on as the weights were taken.
     """
 
     def __init__(self, block: GatheredBlock, before: BlockUse | None) -> None:
@@ -72,7 +73,7 @@ class BlockUse:
         self.token: Tensor | None = None
         self.refers: Counter[int] = Counter()
         self.left: Counter[int] | None = None
-        self.begun = self.is_tracked = False
+        self.begun = self.is_tracked = self.has_graph = False
         self.memories: dict[int, int] = {}
         self.sums: list[Tensor] = []
 
@@ -108,13 +109,14 @@ class BlockUse:
     def track(self) -> None:
         """Take part in the graph from here on."""
         parts = [w.part for w in self.block.weights]
-        if any(x.requires_grad for x in parts) and torch.is_grad_enabled():
+        if not self.is_tracked and any(x.requires_grad for x in parts) and torch.is_grad_enabled():
             self.is_tracked, self.token = True, _Parts.apply(self, *parts)
 
     def weights(self) -> Sequence[Tensor]:
         """The whole weights, for the call."""
         token, self.token = self.token, None
-        if token is not None:
+        self.has_graph = torch.is_grad_enabled()
+        if token is not None and self.has_graph:
             return _Whole.apply(token, self)  # type: ignore[no-any-return]
         self.land()
         assert self.wholes is not None

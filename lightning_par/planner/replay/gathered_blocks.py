@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.fsdp.block_calls import MOST_FROZEN
 from lightning_par.fsdp.regathered import Again
 from lightning_par.planner.replay.block_use import BlockUse, GatheredBlock
 from lightning_par.planner.replay.lone_weights import LoneWeights
@@ -82,6 +81,9 @@ class GatheredBlocks:
         found: dict[int, Tensor] = {}
         for call in self._begins.get(number, ()):
             known = self._uses.get(call.block)
+            if known is not None and not (known.has_graph or not torch.is_grad_enabled()):
+                self._give_up(call.block)
+                known = None
             if known is not None:
                 self._begin_next(call)
                 if call.block.stays and self._last is not known:
@@ -89,10 +91,16 @@ class GatheredBlocks:
                 continue
             use = self._ahead.pop(call.block, None) or self._made(call.block)
             self._uses[call.block] = self._of_forward[call.block] = use
+            use.track()
             wholes = use.weights()
             self._begin_next(call)
             found |= {w.key: w.used(x) for w, x in zip(call.block.weights, wholes)}
         return found | self._lone.before(number)
+
+    def _give_up(self, block: GatheredBlock) -> None:
+        use = self._uses.pop(block)
+        if self._keep and not (use.has_graph and use.is_tracked):
+            use.let_go()
 
     def _made(self, block: GatheredBlock) -> BlockUse:
         use = self._last = BlockUse(block, self._last)
@@ -135,9 +143,8 @@ class GatheredBlocks:
     def end_forward(self) -> list[int]:
         """What lives on is the graph's; returns the keys of the weights that are gone."""
         gone = self._lone.end_forward() + [w.key for block in self._uses for w in block.weights]
-        for use in [x for x in self._uses.values() if not x.is_tracked][:-MOST_FROZEN]:
-            use.let_go()
-        self._uses.clear()
+        for block in [*self._uses]:
+            self._give_up(block)
         self._ahead.clear()
         self._last = None
         return gone

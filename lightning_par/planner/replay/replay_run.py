@@ -204,7 +204,8 @@ class ReplayRun:
         """The events from ``first`` to ``end``, one after the other; what they make is noted in ``made``."""
         for number in range(first, end):
             if self.gathers is not None:
-                self.values |= self.gathers.before(number)
+                with torch.set_grad_enabled(self.step.events[number].graph):
+                    self.values |= self.gathers.before(number)
             self._run_event(made, number)
             for key in () if self.gathers is None else self.gathers.after(number):
                 self.values.pop(key, None)
