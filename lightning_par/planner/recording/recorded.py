@@ -19,12 +19,11 @@ from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.planner.recording.checkpointed import Region, filled
 from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
-from lightning_par.planner.recording.uses import Use, asked_of, backwards_to, uses_of
+from lightning_par.planner.recording.uses import Use, asked_of, backwards_to, reached_by_backward, uses_of, with_graph
 from lightning_par.private.graph import function_of, made_by
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
-from lightning_par.trial.recording import Event, Recording, returned
-from lightning_par.trial.step import loss_in
+from lightning_par.trial.recording import Event, Recording
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,24 +158,12 @@ class RecordedStep:
     @cached_property
     def reached(self) -> frozenset[int]:
         """The events that a backward comes to, by the graph that autograd keeps."""
-        loss = loss_in(self.recording.result)
-        ends = [end.value for end in self.recording.ends] or ([] if loss is None else [loss])
-        wanted, found = {memory_of(x) for x in ends}, set[int]()
-        for number, event in reversed([*enumerate(self.events)]):
-            if event.func is returned:  # which takes more than the loss
-                continue
-            made = event.outputs or event.inputs[:1]  # what only writes makes of that
-            # without a graph: within autograd functions of the user's own, whose results have one
-            to = (x for x in made if (x.requires_grad if event.graph else memory_of(x) not in self.held))
-            if any(memory_of(x) in wanted for x in to):
-                found.add(number)
-                wanted.update(memory_of(x) for x in _with_graph(event))
-        return frozenset(found)
+        return reached_by_backward(self)
 
     @cached_property
     def graded(self) -> frozenset[str]:
         """The first names of the parameters that a backward comes to."""
-        taken = {memory_of(x) for number in self.reached for x in _with_graph(self.events[number])}
+        taken = {memory_of(x) for number in self.reached for x in with_graph(self.events[number])}
         return frozenset(name for memory, name in self.held.items() if memory in taken)
 
     @cached_property
@@ -308,11 +295,6 @@ class RecordedStep:
     @cached_property
     def _folding(self) -> tuple[Recording, dict[int, Tensor]]:
         return fold(self)
-
-
-def _with_graph(event: Event) -> list[Tensor]:
-    """What an event takes that may have a graph behind it."""
-    return [x for x in event.inputs if x.requires_grad or not event.graph]
 
 
 def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -7,8 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.trial.recording import Event, returned
+from lightning_par.trial.step import loss_in
 
 if TYPE_CHECKING:
     from lightning_par.planner.recording.recorded import RecordedStep
@@ -124,6 +128,28 @@ def backwards_to(step: RecordedStep) -> tuple[frozenset[int], ...]:
                 found[i].add(number)
                 wanted.update(id(x) for x in event.inputs)
     return tuple(map(frozenset, found))
+
+
+def reached_by_backward(step: RecordedStep) -> frozenset[int]:
+    """The events that a backward comes to, by the graph that autograd keeps."""
+    loss = loss_in(step.recording.result)
+    ends = [end.value for end in step.recording.ends] or ([] if loss is None else [loss])
+    wanted, found = {memory_of(x) for x in ends}, set[int]()
+    for number, event in reversed([*enumerate(step.events)]):
+        if event.func is returned:  # which takes more than the loss
+            continue
+        made = event.outputs or event.inputs[:1]  # what only writes makes of that
+        # without a graph: within autograd functions of the user's own, whose results have one
+        to = (x for x in made if (x.requires_grad if event.graph else memory_of(x) not in step.held))
+        if any(memory_of(x) in wanted for x in to):
+            found.add(number)
+            wanted.update(memory_of(x) for x in with_graph(event))
+    return frozenset(found)
+
+
+def with_graph(event: Event) -> list[Tensor]:
+    """What an event takes that may have a graph behind it."""
+    return [x for x in event.inputs if x.requires_grad or not event.graph]
 
 
 def asked_of(step: RecordedStep) -> tuple[int, ...]:
