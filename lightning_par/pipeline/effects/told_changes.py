@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
@@ -14,10 +15,12 @@ from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.local_objects import ByPlace, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, call_of
 from lightning_par.pipeline.run.messages import lost
+from lightning_par.private.modes import no_modes
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
-from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.lost_graphs import refuse_gradient
+from lightning_par.sharded.tensor import ShardedTensor, full
 
 
 @dataclass
@@ -100,6 +103,7 @@ def leave_what_cannot_travel(told: Told, known: Known, device: torch.device, mad
     changes = [pair for x in told.calls.values() for pair in (*x.shared.items(), *x.own.items())]
     buffers = (change for name, change in changes if name.endswith("._buffers"))
     known.forget(value for change in buffers for value in stored_by(change).values())
+    told.calls = _whole(told.calls, known)
     if refusal(told, device, known) is None:
         return
     _name_what_all_made(told, known, device, made)
@@ -122,6 +126,18 @@ def leave_what_cannot_travel(told: Told, known: Known, device: torch.device, mad
         told.calls[index] = replace(changed, own={name: x for name, x in own.items() if x is not None})
     if told.refused:
         told.calls = {}
+
+
+def _whole(calls: dict[int, Changed], known: Known) -> dict[int, Changed]:
+    """Made whole, what the ranks of this stage have in parts: those of others have no part of it. All of these call it;
+    they go on with their parts."""
+
+    def whole(x: Tensor) -> Tensor:
+        in_parts = isinstance(x, ShardedTensor) and known.name_of(x) is None
+        return full(x).detach() if in_parts else x
+
+    with no_modes(), torch.no_grad():
+        return map_tensors(whole, calls)  # type: ignore[no-any-return]
 
 
 def _name_what_all_made(told: Told, known: Known, device: torch.device, made: ByPlace) -> None:
