@@ -66,7 +66,7 @@ def install_for_cpu() -> None:
 
 def _install_batches() -> None:
     """torch asks for the very class ``ProcessGroup`` before it batches messages; a group in Python is a subclass."""
-    plain, ends = c10d.batch_isend_irecv, {"isend": c10d.isend, "irecv": c10d.irecv}  # a run may replace them
+    plain = c10d.batch_isend_irecv
 
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         group = p2p_op_list[0].group or dist.group.WORLD
@@ -75,8 +75,9 @@ def _install_batches() -> None:
         c10d._check_p2p_op_list(p2p_op_list)
         with c10d._coalescing_manager(group, torch.device(group.device), async_ops=True) as manager:
             for each in p2p_op_list:
-                end = "group_dst" if each.op is dist.isend else "group_src"
-                ends[each.op.__name__](each.tensor, group=each.group, tag=each.tag, **{end: each.group_peer})
+                end = group.send if each.op is dist.isend else group.recv  # as torch's own `isend` does
+                x = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
+                end([x], each.group_peer, each.tag)
         return manager.works
 
     c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
