@@ -12,8 +12,7 @@ from typing import Any
 
 from lightning_par.sharded.patches.replacement import Make, Use
 
-_OURS = "_lightning_par_ours"
-_NAME = "called"
+_OURS = "_lightning_par_ours"  # the argument of `_called` of that name
 
 
 class FunctionCode:
@@ -63,17 +62,12 @@ class FunctionCode:
 
 def _around(function: types.FunctionType) -> types.CodeType:
     """A code that calls what stands in the function's own defaults, with as many free variables as it has."""
-    free = function.__code__.co_freevars
-    source = (
-        f"def around({', '.join(free)}):\n"
-        f" def {_NAME}(*args, {_OURS}, **kwargs):\n"
-        f"  return {_OURS}(*args, **kwargs)\n"
-        f"  {', '.join(free) or None}\n"
-        f" return {_NAME}\n"
-    )
-    names: dict[str, Callable[..., types.FunctionType]] = {}
-    exec(compile(source, __file__, "exec"), names)
-    return names["around"](*free).__code__.replace(co_name=function.__code__.co_name)
+    code = function.__code__
+    return _called.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
+
+
+def _called(*args: Any, _lightning_par_ours: Callable[..., Any], **kwargs: Any) -> Any:
+    return _lightning_par_ours(*args, **kwargs)
 
 
 def _same(function: types.FunctionType) -> types.FunctionType:
