@@ -22,12 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.known_objects import Beginning, Known
-from lightning_par.mesh.raw_bytes import bytes_of, raw_bytes
+from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.private.fake_tensors import FakeTensor
 
 _PLAIN = (Tensor, FakeTensor)  # fakes in dry runs alone
 _WORDS = frozenset((int, float, bool, str, type(None)))
-_ABOARD = 2048  # bytes of tensors that travel with the header, which has room for them in its one message
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def broadcast_batch(
 
     Anything that pickles may be in it. Plain tensors on ``device`` travel as tensors, one message each, and keep their
     strides; everything else (structure, strings, arrays, tensors that live elsewhere, tensor subclasses) travels in one
-    pickled header, and so do the values of a few small tensors on the CPU.
+    pickled header.
 
     Args:
         batch: any structure; what other ranks than the source pass is dropped.
@@ -71,16 +70,13 @@ def broadcast_batch(
     else:
         packed = Packed(None, [], True)
     tensors, copied = packed.tensors, packed.copied
-    aboard = b"" if axis.dry else _aboard(packed, device)
-    header, aboard = axis.broadcast_object((packed.header, aboard), purpose, source)
+    header = axis.broadcast_object(packed.header, purpose, source)
     if isinstance(header, str):
         raise TypeError(header)
     structure, forms = header
     if not axis.tells(source):
         tensors = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device=device) for f in forms]
-    if aboard:
-        _unload(aboard, tensors, axis, purpose, source)
-    for tensor, form in zip(tensors, () if aboard else forms):
+    for tensor, form in zip(tensors, forms):
         if form.begins is not None:
             assert known is not None
             _send_rest(tensor, form.begins, known, axis, purpose, source)
@@ -93,25 +89,6 @@ def broadcast_batch(
         if form.requires_grad and not tensor.requires_grad:
             tensor.requires_grad_()
     return Unpacker(io.BytesIO(structure), tensors, known).load()
-
-
-def _aboard(packed: Packed, device: torch.device) -> bytes:
-    """The values of all tensors, where they are so few that messages of their own would take longer; else nothing."""
-    if device.type != "cpu" or not isinstance(packed.header, tuple):
-        return b""
-    if sum(x.nbytes for x in packed.tensors) > _ABOARD or any(form.begins is not None for form in packed.header[1]):
-        return b""
-    return b"".join(map(bytes_of, filter(Tensor.numel, packed.tensors)))
-
-
-def _unload(aboard: bytes, tensors: list[Tensor], axis: Axis, purpose: str, source: int) -> None:
-    """Fill ``tensors`` with the values that came with the header; the source has its own."""
-    begin = 0
-    for x in filter(Tensor.numel, tensors):
-        axis.note_aboard(x, purpose)
-        if not axis.tells(source):
-            bytes_of(x)[:] = aboard[begin : begin + x.nbytes]
-        begin += x.nbytes
 
 
 def _send_rest(x: Tensor, begins: Beginning, known: Known, axis: Axis, purpose: str, source: int) -> None:

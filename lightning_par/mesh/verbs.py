@@ -237,10 +237,6 @@ class Verbs:
             return value
         return self._timed(partial(broadcast_object, value, self.ranks[source], host_group(self.group)))
 
-    def note_aboard(self, x: Tensor, purpose: str) -> None:
-        """``x`` came with the object of a `broadcast_object`: bytes like any others."""
-        self._log("broadcast", purpose, x.numel(), x.nbytes)
-
     def all_gather_object(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
         if self.size == 1:

@@ -51,8 +51,6 @@ class LoopBack:
     def broadcast_(self, value: Tensor, *_: Any) -> Tensor:
         return value
 
-    def note_aboard(self, *_: Any) -> None: ...
-
 
 class Object:
     """Attributes of any kind."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning_par.sharded.patches.replacement import Make, Use
 
-_OURS = "_lightning_par_ours"  # the argument of `_called` of that name
+_OURS = "_lightning_par_ours"
+_NAME = "called"
 
 
 class FunctionCode:
@@ -61,13 +62,22 @@ class FunctionCode:
 
 
 def _around(function: types.FunctionType) -> types.CodeType:
-    """A code that calls what stands in the function's own defaults, with as many free variables as it has."""
-    code = function.__code__
-    return _called.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
+    """A code that calls what stands in the function's own defaults, with as many free variables as it has.
 
-
-def _called(*args: Any, _lightning_par_ours: Callable[..., Any], **kwargs: Any) -> Any:
-    return _lightning_par_ours(*args, **kwargs)
+    It is compiled from words: Python crashes as it reads the locals of a frame whose free variables were merely
+    declared, by ``code.replace(co_freevars=...)``.
+    """
+    free = function.__code__.co_freevars
+    source = (
+        f"def around({', '.join(free)}):\n"
+        f" def {_NAME}(*args, {_OURS}, **kwargs):\n"
+        f"  return {_OURS}(*args, **kwargs)\n"
+        f"  {', '.join(free) or None}\n"
+        f" return {_NAME}\n"
+    )
+    names: dict[str, Callable[..., types.FunctionType]] = {}
+    exec(compile(source, __file__, "exec"), names)
+    return names["around"](*free).__code__.replace(co_name=function.__code__.co_name)
 
 
 def _same(function: types.FunctionType) -> types.FunctionType:
