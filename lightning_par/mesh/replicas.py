@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from lightning_par.mesh import like_tensors
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.like_tensors import refuse_unlike, told_of
 from lightning_par.private.fake_tensors import FakeTensor
 
 PURPOSE = "all_gather"
@@ -24,6 +26,9 @@ def of_all_replicas(x: Tensor, axis: Axis, sync_grads: bool) -> Tensor:
         x: alike in shape on all ranks.
         axis: of the replicas.
         sync_grads: whether gradients go back to where each was gathered from, as sums over the ranks.
+
+    Raises:
+        ValueError: it is not alike on all ranks, all of which raise this.
 
     Example::
 
@@ -45,6 +50,8 @@ class _OfAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
+        takes = [x.numel()] * axis.size
+        refuse_unlike(told_of(x, takes), axis.ranks, lambda told: axis.all_gather_object(told, like_tensors.PURPOSE))
         found = axis.all_gather(x, PURPOSE)
         return found.copy_(x.expand_as(found)) if axis.dry else found  # of values, where the step has any
 

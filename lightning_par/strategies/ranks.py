@@ -195,6 +195,7 @@ class RanksMixin(DeviceCountsMixin, HangWatchMixin):
         if self.groups.replica.size > 1:
             patches.replica_counts(self.namespace).hold(self)
             RunState.current.counted_processes = None  # as hooks from now on may
+        if self.groups.world.size > 1:
             patches.COLLECTIVES.hold(self)
         self._begin_watch(self.groups.world)
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.

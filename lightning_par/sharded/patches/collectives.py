@@ -1,9 +1,10 @@
-"""Collectives of the user's own in a step whose ranks share copies of the model: each copy is one process to them.
+"""Collectives of the user's own: in a step whose ranks share copies of the model each copy is one process to them.
 
 ``dist.all_reduce(center); center /= dist.get_world_size()`` is what losses do that keep a mean over all batches, and
 others gather features as negatives. Ranks that share a copy have the same batch: what they sum up or gather is there
-once. Calls over groups of the user's own are left alone, and so are those between steps. The number of processes in
-the environment is that of `get_world_size()`.
+once. Calls over groups of the user's own are left alone, and so are those between steps, and those of ranks that share
+nothing, which only may not gather tensors that are unlike. The number of processes in the environment is that of
+`get_world_size()`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_par.mesh.like_tensors import Told, refuse_unlike, told_of
 from lightning_par.mesh.wire import Done
 from lightning_par.private.process_groups import functional_collectives, is_of_all_processes
 from lightning_par.private.pytree import APPLIERS
@@ -43,6 +46,7 @@ _OTHER_NAMES = {
     "reduce_scatter_single": "reduce_scatter_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
 }  # for one collective, not in every version of torch
+_GATHERS = ("all_gather", "gather", "all_gather_into_tensor")
 _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
 
 
@@ -84,10 +88,14 @@ def _collective(name: str, plain: Any, use: Use) -> Any:
 
     @functools.wraps(plain)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if not use.on or not RunState.current.copies_are_processes or not _is_users(_caller()):
+        if not use.on or not _is_users(_caller()):
             return plain(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         if not _is_of_all(given.pop("group", None)):
+            return plain(*args, **kwargs)
+        if not RunState.current.copies_are_processes:
+            if name in _GATHERS and not given.get("async_op", False):  # which may be waited for in another order
+                _refuse_unlike(**given)
             return plain(*args, **kwargs)
         _refuse_counted(name)
         waits = not given.pop("async_op", False)
@@ -98,6 +106,24 @@ def _collective(name: str, plain: Any, use: Use) -> Any:
         return None if waits else Done()
 
     return collective
+
+
+def _refuse_unlike(
+    tensor: Any = None, input_tensor: Any = None, tensor_list: Any = None, gather_list: Any = None, **_: Any
+) -> None:
+    """Before processes gather tensors, each of which must have what the others take."""
+    x = input_tensor if tensor is None else tensor
+    entries = tensor_list or gather_list
+    if dist.is_initialized() and isinstance(x, Tensor):
+        size = dist.get_world_size()
+        takes = [x.numel()] * size if entries is None else [entry.numel() for entry in entries]
+        refuse_unlike(told_of(x, takes), range(size), _told_by_all)
+
+
+def _told_by_all(told: Told) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, told)
+    return found
 
 
 def _refused(plain: Any, use: Use) -> Any:

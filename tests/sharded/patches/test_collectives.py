@@ -391,3 +391,66 @@ def _plain_after_an_exception() -> list[bool]:
 
 def test_after_an_exception_they_are_torchs_own(pool: Pool) -> None:
     assert pool.run(2, _plain_after_an_exception) == [[True] * 3] * 2
+
+
+def _gather_unlike(where: str, how: str, layout: dict[str, Any]) -> Any:
+    class Unlike(Talks):
+        def on_train_epoch_start(self) -> None:
+            if where == "hook":
+                _gather_more_on_others(how, self)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if where == "step":
+                _gather_more_on_others(how, self)
+            return super().training_step(batch, batch_idx)
+
+    return _fit_module(Unlike("none"), layout)
+
+
+def _gather_more_on_others(how: str, module: LightningModule) -> None:
+    rank, size = int(dist.get_rank()), dist.get_world_size()
+    x = torch.ones(2 + (2 * rank >= size), 8, dtype=torch.float64)
+    if how == "all_gather":
+        dist.all_gather([torch.empty_like(x) for _ in range(size)], x)
+    elif how == "all_gather_into_tensor":
+        dist.all_gather_into_tensor(x.new_empty(size * len(x), 8), x)
+    elif how == "gather":
+        dist.gather(x, [torch.empty_like(x) for _ in range(size)] if rank == 0 else None)
+    else:
+        module.all_gather(x)
+
+
+@slow(but=["fsdp-all_gather-step", "data_tensor-all_gather-hook", "data_pipeline-self.all_gather-step"])
+@pytest.mark.parametrize("where", ["step", "hook"])
+@pytest.mark.parametrize("how", ["all_gather", "all_gather_into_tensor", "gather", "self.all_gather"])
+@pytest.mark.parametrize("layout", ["fsdp", "data_tensor", "data_pipeline"])
+def test_tensors_that_are_not_alike_are_refused(layout: str, how: str, where: str, pool: Pool) -> None:
+    """The back end ends the process, or hangs."""
+    asked = {"fsdp": {"data_parallel": "fsdp"}, "data_tensor": TENSOR, "data_pipeline": PIPELINE}[layout]
+    ranks, expected = 2 if layout == "fsdp" else 4, "ranks gather tensors that are not alike"
+    with pytest.raises(RanksFailedError) as caught:
+        pool.run(ranks, _gather_unlike, where, how, {"data_parallel_size": 2, **asked})
+    told = [text for text in caught.value.reports.values() if expected in text]
+    assert len(told) >= 2 and all("test_collectives.py:" in text for text in told)
+    assert all("has one of shape (2, 8) and float64" in text and "shape (3, 8)" in text for text in told)
+
+
+def _gather_like(layout: dict[str, Any]) -> bool:
+    """Of one size in another shape, as back ends take it."""
+    found = []
+
+    class Like(Talks):
+        def on_train_epoch_start(self) -> None:
+            x = torch.ones((2, 3) if dist.get_rank() else (3, 2))
+            dist.all_gather(rows := [torch.empty_like(x) for _ in range(dist.get_world_size())], x)
+            work = dist.all_gather(again := [torch.empty_like(x) for _ in rows], x, async_op=True)
+            assert work is not None
+            work.wait()
+            found.append(all(bool((row == 1).all()) for row in [*rows, *again]))
+
+    _fit_module(Like("none"), layout)
+    return all(found)
+
+
+def test_tensors_of_one_size_in_other_shapes_are_gathered(pool: Pool) -> None:
+    assert pool.run(2, _gather_like, {"data_parallel_size": 2}) == [True, True]
