@@ -165,6 +165,17 @@ class _Block:
         return _Late(found, self.leaves, reached)
 
 
+_OBSTACLES = {
+    "CheckpointFunctionBackward": (
+        "torch.utils.checkpoint with use_reentrant=True refuses to compute a part of the gradients"
+    ),
+    "CompiledFunctionBackward": (
+        "what torch.compile made writes into the memory that it kept, and refuses to run where the graph is to stay"
+    ),
+}
+"""Nodes with which a graph is not run in two parts, by their names."""
+
+
 class _Graph:
     """The autograd graph behind ``roots``. Holds every node: Python's object of one lives no longer than it is held."""
 
@@ -182,9 +193,8 @@ class _Graph:
 
     def obstacle(self) -> str | None:
         """Why this graph can't be split, where it can't."""
-        if any(node.name() == "CheckpointFunctionBackward" for node in self.children):
-            return "torch.utils.checkpoint with use_reentrant=True refuses to compute a part of the gradients"
-        return None
+        made_by = {node.name() for node in self.children}
+        return next((why for name, why in _OBSTACLES.items() if name in made_by), None)
 
     def blocks(self, inputs: list[Node]) -> list[_Block]:
         """Everything beside the path of ``inputs``, the output's side first."""

@@ -186,6 +186,18 @@ class Convolutions(nn.Sequential):
         )
 
 
+class Compiled(nn.Module):
+    """Between layers that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(D, D), Block(), nn.Linear(D, D)
+        self.block.compile(backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)))
+
+
 STAGES: dict[str, Callable[[], nn.Module]] = {
     "block": Block,
     "dropout": lambda: nn.Sequential(Block(dropout=0.3), Block(dropout=0.5)),
@@ -197,11 +209,13 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "custom": Custom,
     "checkpointed": Checkpointed,
     "reentrant": lambda: Checkpointed(reentrant=True),
+    "compiled": Compiled,
     "lstm": Recurrent,
     "hooked": Hooked,
     "convolutions": Convolutions,
     "relay": nn.Identity,
 }
+UNSPLIT = ("reentrant", "compiled")
 TWO_INPUTS = {"inputs and outputs", "one input unread"}
 
 
@@ -235,13 +249,13 @@ def test_both_parts_leave_what_the_whole_leaves(name: str) -> None:
     received = split.inputs(boundary.outputs, grads, boundary.inputs)
     early = {key for key, grad in _grads(again).items() if grad is not None}
     split.weights()
-    assert (split.unsplit is not None) == (name == "reentrant")
+    assert (split.unsplit is not None) == (name in UNSPLIT)
     assert _largest_difference(dict(zip("xy", expected)), dict(zip("xy", received))) <= 1e-12
     assert _largest_difference(_grads(stage), _grads(again)) <= 1e-12
     assert all(x.grad is None for x in boundary.inputs)
     if name in EARLY:
         assert early == EARLY[name]
-    elif name not in ("reentrant", "lstm"):
+    elif name not in (*UNSPLIT, "lstm"):
         assert early == set()
 
 
