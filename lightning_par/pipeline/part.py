@@ -23,7 +23,7 @@ from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
-from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
+from lightning_par.pipeline.between_steps.unit_by_unit import NO_SCHEDULE, UnitByUnit, run_unit_by_unit
 from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
@@ -33,7 +33,6 @@ from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
-from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.graph_node import STAGES
@@ -72,7 +71,7 @@ class StagesPart(Part):
         self._outside: Outside | None = None
         self._unverified = False
         self._late: LateWrites | None = None  # into weights, behind the step that has run
-        self._by_unit: set[str] = set()  # steps of which the last one went by values
+        self._by_unit: dict[str, bool] = {}  # steps that have no schedule, and whether for good
 
     # --------------------------------------------------------------------------------------------------- around a run
 
@@ -235,21 +234,21 @@ class StagesPart(Part):
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
         """Run a step without a backward; see `Engine.evaluate`. All ranks must call it.
 
-        One that goes by values of the model runs unit by unit instead, and so does the next one of its name.
+        One that no schedule can be made for runs unit by unit instead, and so does the next one of its name.
         """
         engine = self._prepared(step)
         if step.name not in self._by_unit:
             try:
                 with held_refused(loggers_of(step.module)):
                     return engine.evaluate(step, self.spread.microbatches, key)
-            except ReadFirstError:
-                self._by_unit.add(step.name)
+            except NO_SCHEDULE as reason:
+                self._by_unit[step.name] = isinstance(reason, ValueError)
         assert self._outside is not None
         run = UnitByUnit(self._outside)
         with self._outside.outside():
             result = run_unit_by_unit(step, run, shows=engine.axis.rank == 0)
-        if not run.reads_first:  # as where some batches alone are for text that is to be looked at
-            self._by_unit.discard(step.name)
+        if not run.reads_first and not self._by_unit[step.name]:  # as where some batches alone are for text to look at
+            del self._by_unit[step.name]
         return result
 
     def _prepared(self, step: Step) -> Engine:

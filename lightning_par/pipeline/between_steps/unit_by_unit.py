@@ -1,7 +1,8 @@
 """A step without a backward that goes by values of the model, run as code between steps is: unit by unit.
 
 What such a step does next, as in a loop that generates text, is not known before a value is there, so that no schedule
-can be made for it. All ranks run it alike, each unit where its weights are, and all have its result at once.
+can be made for it. All ranks run it alike, each unit where its weights are, and all have its result at once. So does
+one that writes into weights of several stages, as to try out their averages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import nn
 
 from lightning_par.pipeline.effects.console import Hearing, Said, hearing_loggers
 from lightning_par.pipeline.effects.metrics import as_event, calling
+from lightning_par.pipeline.program.make_program import StepWriteError
 from lightning_par.pipeline.run.located import Run
+from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.private.compiler import as_compiled
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.python_state.snapshot import Snapshot
@@ -22,6 +25,9 @@ from lightning_par.python_state.user_code import packages_of
 from lightning_par.sharded.functions import READS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.step import Step, call_step
+
+NO_SCHEDULE = (ReadFirstError, StepWriteError)
+"""Why a step without a backward is to be run in this way, as its trials say."""
 
 
 class Carry(Protocol):

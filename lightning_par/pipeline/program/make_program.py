@@ -28,6 +28,10 @@ class SharedWriteError(UnitError):
     """A step writes into a tensor that several ranks hold."""
 
 
+class StepWriteError(SharedWriteError):
+    """Of one that the step's own code writes, which all ranks may run alike where there is no backward."""
+
+
 class OutsideWriteError(UnitError):
     """A function writes into a buffer that is in no unit, as batch norm's in an opened one: one rank alone would.
 
@@ -109,7 +113,8 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
         ranks |= {cut.at[stage_of(cut.starts, index)] for _, index in used}
         if len(ranks) > 1:
             others = "LayerPlacementStrategy or TensorParallelStrategy" if run.relays else "TensorParallelStrategy"
-            raise SharedWriteError(
+            within = any(isinstance(run.events[index].func, str) for _, index in run.overwritten)
+            raise (SharedWriteError if within else StepWriteError)(
                 f"{places[name]}: the step writes into {name!r}, which is used on ranks "
                 f"{' and '.join(map(str, sorted(ranks)))} of the pipeline, of which one would write. Write into it in "
                 f"the forward of the only module that uses it, in on_train_batch_start, or use {others}.",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lightning_par import HybridParallelStrategy
+from tests.helpers import surface
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
-from tests.helpers.surface import Net, loader, metrics
+from tests.helpers.surface import Net, check, loader, metrics, weights
 
 
 class Measures(Net):
@@ -50,3 +57,48 @@ def test_a_metric_of_the_step_is_one_devices(pool: Pool) -> None:
 def test_a_metric_within_a_layer_that_not_all_ranks_run_is_refused(pool: Pool) -> None:
     for told in pool.run(2, measured, True):
         assert "test_unit_by_unit.py" in told and "a layer calls a MeanMetric" in told
+
+
+LAYOUTS = {
+    "pipeline": {"pipeline_parallel_size": 2},
+    "tensor": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "four stages": {"pipeline_parallel_size": 4},
+}
+
+
+class Averaged(Net):
+    """Validates averages of its weights, which it puts in their place for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, p in self.named_parameters():
+            self.average[name].mul_(0.5).add_(p.detach(), alpha=0.5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        own = {name: p.detach().clone() for name, p in self.named_parameters()}
+        self._put(self.average)
+        self.log("average", self.loss(batch))
+        self._put(own)
+        self.log("val", self.loss(batch))
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name, p in self.named_parameters():
+            p.copy_(values[name])
+
+
+def averaged(layout: dict[str, Any]) -> Any:
+    module = Averaged()
+    strategy = HybridParallelStrategy(**layout) if surface.world_size() > 1 else "auto"
+    run = surface.trainer(must_split=False, strategy=strategy, max_epochs=2)
+    run.fit(module, loader(12), loader(8))
+    return {"metrics": metrics(run), "weights": weights(module)}
+
+
+@slow(but=["pipeline"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_step_that_swaps_weights_of_all_stages_is_one_devices(layout: dict[str, Any], pool: Pool) -> None:
+    check(pool, averaged, layout, world=prod(layout.values()))
