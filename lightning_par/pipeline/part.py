@@ -29,6 +29,7 @@ from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.held_modules import HeldModules
 from lightning_par.pipeline.plan.uncalled import within
+from lightning_par.pipeline.program.make_program import StepWriteError
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
 from lightning_par.pipeline.run.verification import agreed, verify
@@ -242,7 +243,7 @@ class StagesPart(Part):
                 with held_refused(loggers_of(step.module)):
                     return engine.evaluate(step, self.spread.microbatches, key)
             except NO_SCHEDULE as reason:
-                self._by_unit[step.name] = isinstance(reason, ValueError)
+                self._by_unit[step.name] = isinstance(reason, StepWriteError)  # which it writes in each batch
         assert self._outside is not None
         run = UnitByUnit(self._outside)
         with self._outside.outside():
