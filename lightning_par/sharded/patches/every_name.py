@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import compress, repeat
+from operator import is_, not_
 from types import ModuleType
 from typing import Any
 
+from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.sharded.patches.replacement import Make, Replacement, Use
 
 _LIBRARIES = frozenset(
@@ -33,26 +36,38 @@ class EveryName:
         self._owner, self._name = owner, name
         self._first = Replacement(owner, name, make)
         self._again: list[Replacement] = []
+        self._without: frozenset[int] = frozenset()  # versions of modules' names among which it was not
 
     def install(self) -> None:
         plain = getattr(self._owner, self._name)
         self._first.install()
         # The same one everywhere: modules that are imported meanwhile may keep it, for later runs.
         same = partial(_same, getattr(self._owner, self._name))
-        modules = [x for x in [*sys.modules.values()] if isinstance(x, ModuleType) and not is_library(x.__name__)]
-        self._again = [
-            Replacement(module, name, same)
-            for module in modules
-            for name, value in [*vars(module).items()]
-            if value is plain
-        ]
+        found = self._found(plain)
+        self._again = [Replacement(module, name, same) for module, name in found]
         for replacement in self._again:
             replacement.install()
+
+    def _found(self, plain: Any) -> list[tuple[ModuleType, str]]:
+        """Where modules have it. A process has thousands, and makes many runs: those that nobody has written to since
+        are as they were."""
+        modules = [x for x in [*sys.modules.values()] if isinstance(x, ModuleType)]
+        versions = [*map(version_of_dict, map(vars, modules))]
+        written = compress(modules, map(not_, map(self._without.__contains__, versions)))
+        found = [(x, name) for x in written if not is_library(x.__name__) for name in _names_of(plain, x)]
+        holding = {id(module) for module, _ in found}
+        self._without = frozenset(compress(versions, (id(x) not in holding for x in modules)))
+        return found
 
     def undo(self) -> None:
         for replacement in (*self._again, self._first):
             replacement.undo()
         self._again = []
+
+
+def _names_of(function: Any, module: ModuleType) -> list[str]:
+    held = vars(module)
+    return [*compress(held, map(is_, held.values(), repeat(function)))]
 
 
 def _same(ours: Any, plain: Any, use: Use) -> Any:

@@ -39,6 +39,7 @@ class FunctionCode:
         self._use = Use()
         self._plain: types.CodeType | None = None
         self._ours: types.CodeType | None = None
+        self._compiled: types.CodeType | None = None
         self._defaults: dict[str, Any] | None = None
 
     def install(self) -> None:
@@ -46,7 +47,9 @@ class FunctionCode:
         function = self._function
         if function.__code__ is not self._ours:
             self._plain, self._defaults, self._use = function.__code__, function.__kwdefaults__, Use()
-            self._ours = _around(function)
+            if self._compiled is None or self._compiled.co_freevars != function.__code__.co_freevars:
+                self._compiled = _around(function)  # once a process, which may make many runs
+            self._ours = self._compiled
             ours = self._make(_same(function), self._use)
             function.__kwdefaults__ = {**(self._defaults or {}), _OURS: ours}  # which the plain code has no use of
             function.__code__ = self._ours
