@@ -104,6 +104,7 @@ class StagesPart(Part):
             if axis is not None:
                 axis.hides_entries = not engine.order.splits_backward
         engine.inner = self.groups.stage_of_replica.size > 1
+        engine.residual = self.groups.tensor.residual is not None
         engine.replays.alone = not engine.inner and self.storage is None
         if self.storage is not None and gathers:
             engine.agree = self.storage.agree

@@ -27,6 +27,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     *((case, PP_TP) for case in ("gpt_tied", "encoder_decoder", "hf_t5")),
     ("gpt_tied", PP_TP | dict(schedule="zbv")),
     ("gpt", PP_TP | dict(shard_residual=True)),
+    ("gpt_checkpointed", PP_TP | dict(shard_residual=True)),
     *((case, PP_SP) for case in ("loss_ignore", "encoder_decoder", "lstm")),
     ("gpt_tied", PP_SP | dict(schedule="interleaved_zero_bubble", attention="ring")),
     ("gpt", DP | dict(sequence_parallel_size=2)),
@@ -47,7 +48,7 @@ def _name(row: tuple[str, dict[str, Any]]) -> str:
     return "-".join([row[0], *options, *["placed"] * ("placement" in row[1])])
 
 
-@slow(but=["gpt-data=2-sequence=2"])
+@slow(but=["gpt-data=2-sequence=2", "gpt_checkpointed-pipeline=2-tensor=2-microbatches=2-shard=True"])
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_a_product_of_axes_never_changes_results(
     row: tuple[str, dict[str, Any]], pool: Pool, one_device: Callable[..., Result], tmp_path: Path

@@ -91,6 +91,7 @@ class Engine:
         self.drew: list[str] = []  # what has drawn in backwards of which nothing is kept, and may not
         self.leaves: KeptLeaves | None = None  # tensors beside the parameters that get gradients
         self.inner = False  # whether the ranks of a stage share out what it computes
+        self.residual = False  # and the tokens of its residual stream
 
     @property
     def schedule(self) -> str:

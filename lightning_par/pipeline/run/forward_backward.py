@@ -156,7 +156,7 @@ class ForwardBackward:
         with self._advised, self._stopping:
             receive = self.crossing.receive(stage, microbatch)
             run = StageRun(program, part.memo, stage, axis, receive, counts, (*self.key, microbatch), stops)
-            run.tokens = self.tokens
+            run.tokens, run.residual = self.tokens, self.engine.residual
             done = self.replays.run(part, run, counts)
             result, effects = self.user_step.run(part, run, counts) if done is None else done
             if done is None and (axis is not None or part.apart):

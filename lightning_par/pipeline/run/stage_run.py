@@ -50,6 +50,7 @@ class StageRun(StageValues):
         not_kept: is around a unit, whose changes are not told, if any are.
         hooks: those that hung when the run began.
         module: whose step it is.
+        residual: whether the ranks of a stage share out the tokens of its residual stream.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
         decided: looks at what the step sets behind the last unit, if it may go by values of the model there.
         failed: where a check between units met what the other stages don't go by, so that it must raise.
@@ -61,6 +62,7 @@ class StageRun(StageValues):
     hushed: bool | None = None
     hooks: HooksCell | None = None
     module: nn.Module | None = None
+    residual = False
     decided: AfterDecision | None = None
     failed: str | None = None
 
@@ -272,7 +274,8 @@ class StageRun(StageValues):
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
         first, end = self.count, self.program.regions.get(self.count)
         self.draws.at(first)
-        if end is None or runs_as_one((first, end), (self.first, self.end), self._see_batch(first, end)):
+        in_parts = self.axis is not None and self.residual
+        if end is None or runs_as_one((first, end), (self.first, self.end), self._see_batch(first, end), in_parts):
             yield True
             return
         before, self.again = self.again, by_itself  # in backward there are no values of other stages

@@ -15,7 +15,9 @@ from lightning_par.planner.recording.recorded import RecordedStep
 from lightning_par.planner.recording.stages import StageCut
 
 
-def parts_of(step: RecordedStep, cut: StageCut | None, stage: Span, cuts: bool) -> Iterator[tuple[Span, Region | None]]:
+def parts_of(
+    step: RecordedStep, cut: StageCut | None, stage: Span, cuts: bool, residual: bool = False
+) -> Iterator[tuple[Span, Region | None]]:
     """The functions of a stage, in parts, each with what has it run again as one; None: it is not run again.
 
     Args:
@@ -23,11 +25,17 @@ def parts_of(step: RecordedStep, cut: StageCut | None, stage: Span, cuts: bool) 
         cut: into stages; None: it is not.
         stage: its events.
         cuts: whether it runs microbatches of a batch.
+        residual: whether tokens are sharded over the tensor axis between islands.
     """
     spans = _spans(step)
     for number, (first, end) in _grouped(stage, step.regions):
         region = step.region(number) if number else None
-        if region is None or cut is None or not cut.unit_calls or _is_one(step, cut, spans[number], stage, cuts):
+        if (
+            region is None
+            or cut is None
+            or not cut.unit_calls
+            or _is_one(step, cut, spans[number], stage, cuts, residual)
+        ):
             yield (first, end), region
             continue
         for unit, span in _grouped((first, end), cut.unit_calls):
@@ -47,10 +55,10 @@ def _grouped(span: Span, places: tuple[int, ...]) -> Iterator[tuple[int, Span]]:
         yield place, (begin, at)
 
 
-def _is_one(step: RecordedStep, cut: StageCut, region: Span, stage: Span, cuts: bool) -> bool:
+def _is_one(step: RecordedStep, cut: StageCut, region: Span, stage: Span, cuts: bool, residual: bool) -> bool:
     if len({cut.unit_calls[number] for number in range(*region)}) == 1 and cut.unit_calls[region[0]]:
         return True  # within a unit, which is run as it is
-    return runs_as_one(region, stage, _see_batch(step, cut, region) if cuts else ())
+    return runs_as_one(region, stage, _see_batch(step, cut, region) if cuts else (), cuts and residual)
 
 
 def _see_batch(step: RecordedStep, cut: StageCut, region: Span) -> Iterator[bool]:

@@ -194,7 +194,8 @@ class ReplayRun:
 
     def _run_events(self, made: set[int], first: int, end: int) -> None:
         """The events from ``first`` to ``end``; those that the module itself has backward run again so that it does."""
-        for (begin, behind), region in parts_of(self.step, self.cut, (first, end), self.place.cuts):
+        parts = parts_of(self.step, self.cut, (first, end), self.place.cuts, self.place.residual)
+        for (begin, behind), region in parts:
             if region is None:
                 self.run_plainly(made, begin, behind)
             else:
