@@ -241,7 +241,7 @@ MISSED = [
 bytes by which the ranks that store a weight compare its gathers, where only another stage's are trained."""
 ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in MISSED]
 FAST = (
-    "LogsNorms-stages LogsNorms-tensor Vector-stages Counts-stages Stores-stages Zeroes-tensor Keeps-fsdp "
+    "LogsNorms-stages LogsNorms-tensor Vector-stages Counts-stages Stores-stages Zeroes-tensor "
     "Counts-stages_tensor GivesGradients-stages_fsdp"
 )
 BATCH = [torch.ones(4, 8)]

@@ -93,7 +93,7 @@ def test_what_is_sent(kind: str, pool: Pool) -> None:
     assert not differences(pool.run(4, _real, kind, layout), said)
 
 
-@slow(but=["cut", "given"])
+@slow(but=["cut"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lives(kind: str, pool: Pool) -> None:
     found = [min(pair) for pair in zip(*(pool.run(2, _peak, kind, PIPELINE) for _ in range(2)), strict=True)]

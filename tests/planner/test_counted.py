@@ -38,7 +38,7 @@ that look alike, of whose values different things become; a view of a weight tha
 embedding, of which the module that it is named by is not called."""
 
 
-@slow(but=["experts-tensor", "mlp_branches-tensor", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp"])
+@slow(but=["mlp_branches-tensor", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp"])
 @pytest.mark.parametrize("row", OTHERS)
 def test_steps_of_other_kinds_send_what_was_said(row: str, pool: Pool) -> None:
     case, name = row.split("-")
