@@ -42,15 +42,15 @@ class Hung:
 
 
 class HookHolders:
-    """Where hooks hang that a step meets: on the modules within ``module``, its parameters, and on all modules."""
+    """Where hooks hang that a step meets: on the modules within ``module``, on its ``weights``, and on all modules."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module | None = None, weights: bool = True) -> None:
         self.modules = {"all modules": dicts_of_hooks(None)}
         self.parameters: dict[str, nn.Parameter] = {}
         if module is None:
             return
         self.modules |= {f"self.{name}" if name else "self": dicts_of_hooks(m) for name, m in module.named_modules()}
-        self.parameters = {f"parameter {name}": p for name, p in module.named_parameters()}
+        self.parameters = {f"parameter {name}": p for name, p in module.named_parameters() if weights}
 
 
 class HooksCell(Cell):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,13 +79,14 @@ class Given:
                     "object. Give it tensors, or what Python's containers and objects of your own hold."
                 )
 
-    def known(self, axes: Iterable[Axis]) -> Known:
+    def known(self, axes: Iterable[Axis], late: Callable[[], Mapping[str, Any]]) -> Known:
         """What all ranks have: it travels by its name, and of a tensor that begins with one of theirs only the rest.
 
         Args:
             axes: along which tensors may be sharded.
+            late: gives more of this rank's own by name, if they are asked for.
         """
-        found = Known(self._state.names, self._state.objects)
+        found = Known(self._state.names, self._state.objects, late=late)
         for axis in axes:
             found.add(f"axis {axis.name}", axis)
         found.made_of = lambda x: _made_of(x, found)

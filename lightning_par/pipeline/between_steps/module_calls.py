@@ -21,7 +21,7 @@ from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
-from lightning_par.pipeline.between_steps.unit_attributes import UnitAttributes
+from lightning_par.pipeline.between_steps.unit_changes import Left, UnitChanges
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.between_steps.weight_updates import update_weights
 from lightning_par.pipeline.effects.console import Said
@@ -33,6 +33,7 @@ from lightning_par.private.module_calls import get_call
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.set_each import set_each
+from lightning_par.python_state.user_code import packages_of
 
 
 @dataclass
@@ -41,7 +42,7 @@ class _Told:
 
     result: Any = None
     done: Done = field(default_factory=Done)
-    kept: dict[tuple[str, str], Any] = field(default_factory=dict)
+    left: Left | None = None
     drawn: bytes | None = None
     logs: list[LogRecord] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
@@ -91,12 +92,15 @@ class Outside:
         self._steps = 0  # that run, or units that are called from outside
         names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
         self._holders: dict[str, tuple[int, ...]] = {}
+        self._within: dict[int, str] = {}  # the modules in units
+        self._packages = packages_of(module)
         for call in self._calls():
             tensors = [*call.module.parameters(), *call.module.buffers()]
             # who runs a unit must have all of it
             ranks = set(range(axis.size)).intersection(*(placement.of(names[id(x)], axis.size) for x in tensors))
             self._holders[call.path] = tuple(sorted(ranks))
             call.outside = self
+            self._within.update({id(m): name for name, m in call.module.named_modules(prefix=call.path)})
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -188,19 +192,24 @@ class Outside:
         shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
         refuse_alone(self.axis, f"calls {path!r} outside a step")
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
-        told, error, attributes = _Told(), None, UnitAttributes(unit)
+        told, error = _Told(), None
+        changes = UnitChanges(path, unit, self._within, self._packages)
+        known = given.known(self._sharding, late=changes.objects)
         if self.axis.rank in holders:
+            changes.look()
             told, error = self._run(original, args, kwargs, given)
-        known = given.known(self._sharding)
-        if self.axis.rank == holders[0]:  # what can't travel, as a lock, stays there
-            kept = attributes.changed().items()
-            told.kept = {at: value for at, value in kept if refusal(value, self.device, known) is None}
+        if self.axis.rank == holders[0] and told.failure is None:
+            try:
+                told.left = changes.left(changes.known(known), self.device)
+            except TypeError as refused:
+                told, error = _Told(failure=str(refused)), refused
         told = broadcast_batch(told, self.axis, self.device, holders[0], detach=True, purpose="outside", known=known)
         if told.failure is not None:
             raise error or RuntimeError(f"{path!r} failed on pipeline rank {holders[0]}: {told.failure}")
         if self.axis.rank not in holders:
+            assert told.left is not None
+            changes.put(told.left, self.axis.rank, holders[0])
             given.do(told.done)
-            attributes.put(told.kept)
             if told.drawn is not None:
                 generators.unpack_state(told.drawn)
         log_and_say(told.logs, told.said, self._module)

@@ -21,7 +21,8 @@ from lightning_par.private.module_hooks import (
 )
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 
-_ADVICE = "Register and remove hooks on all ranks alike, and let one rank alone use what they keep."
+ADVICE = "Register and remove hooks on all ranks alike, and let one rank alone use what they keep."
+"""What to do where ranks have other hooks."""
 
 
 class Hooks:
@@ -73,9 +74,9 @@ class Hooks:
             self._compare(self.axis.all_gather_object(now, "hooks"))
         elif self.known or now:
             if self.known:
-                self.meeting("came to a step with hooks", _ADVICE)
+                self.meeting("came to a step with hooks", ADVICE)
             else:  # the others know of none, and may not come
-                self.meeting.at_any_time(f"came to a step with hooks {_words(now)}", _ADVICE)
+                self.meeting.at_any_time(f"came to a step with hooks {words(now)}", ADVICE)
             told = self.axis.all_gather_object((now != self.known, self._cell.removed()), "hooks")
             if any(moved for moved, _ in told):
                 for _, removed in told:
@@ -90,8 +91,8 @@ class Hooks:
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise RuntimeError(
-                    f"Hooks on modules are on pipeline rank 0 {_words(told[0])}, and on rank {rank} "
-                    f"{_words(theirs)}. Each would see the modules of its rank alone. {_ADVICE}"
+                    f"Hooks on modules are on pipeline rank 0 {words(told[0])}, and on rank {rank} "
+                    f"{words(theirs)}. Each would see the modules of its rank alone. {ADVICE}"
                 )
 
     def any_of(self, reason: str | None, may_differ: bool = False) -> str | None:
@@ -117,7 +118,8 @@ class Hooks:
         return (*found, *[("the backward of all modules", backwards)] * bool(backwards))
 
 
-def _words(hooks: tuple[tuple[str, int], ...]) -> str:
+def words(hooks: tuple[tuple[str, int], ...]) -> str:
+    """Where ``hooks`` are, by module and number."""
     if not hooks:
         return "nowhere"
     return "on " + ", ".join(name if count == 1 else f"{name} ({count})" for name, count in hooks)
