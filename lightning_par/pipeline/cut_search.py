@@ -207,10 +207,9 @@ class CutSearch:
 
     def _wanted(self, step: Step) -> int:
         """How many microbatches the first batch, of at least one sample, is cut into if its samples allow it."""
-        samples = max(1, step.samples)
         asked = self.spread.asked
-        self.spread.microbatches = asked if isinstance(asked, int) else self.spread.automatic(samples)
-        return min(self.spread.microbatches, samples)
+        self.spread.microbatches = asked if isinstance(asked, int) else self.spread.automatic(step.samples)
+        return min(self.spread.microbatches, max(1, step.samples))
 
     def _try(
         self, step: Step, stages: Stages, wanted: int, surveyed: Survey | None = None

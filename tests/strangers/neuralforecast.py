@@ -107,7 +107,6 @@ STRANGERS: dict[str, Stranger] = {
     "tsmixer": _stranger(models.TSMixer, microbatches=1, n_block=2, ff_dim=16, dropout=0.0),  # BatchNorm
     "deepar": _stranger(
         models.DeepAR,
-        microbatches=1,  # its distribution checks its arguments, all at once
         lstm_hidden_size=16,
         lstm_dropout=0.0,
         loss=partial(losses.DistributionLoss, "Normal"),

@@ -91,7 +91,6 @@ STRANGERS: dict[str, Stranger] = {
         hidden_continuous_size=8,
         output_size=7,
         loss=forecasting.QuantileLoss,
-        transformer=True,
     ),
     "deepar": _stranger(
         forecasting.DeepAR,

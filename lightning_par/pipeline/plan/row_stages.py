@@ -56,6 +56,9 @@ class RowSpread(Spread):
 
     def automatic(self, samples: int) -> int:
         name, ranks, preferred = self.settings.schedule, self.axis.size, self.settings.preferred
+        if not samples:
+            self.reason = "'auto', as no tensors are seen in a batch: let it be a tuple, a dict or a dataclass of them"
+            return 1
         if preferred is not None and preferred <= samples:
             self.reason = "as planned"
             return preferred
