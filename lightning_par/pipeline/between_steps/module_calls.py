@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -213,8 +214,8 @@ class Outside:
             if told.drawn is not None:
                 generators.unpack_state(told.drawn)
         log_and_say(told.logs, told.said, self._module)
-        asks = any(x.requires_grad for x in (*given.tensors.values(), *unit.parameters()))
-        return map_tensors(_linked, told.result) if torch.is_grad_enabled() and asks else told.result
+        of = [x for x in (*given.tensors.values(), *unit.parameters()) if x.requires_grad]
+        return map_tensors(partial(_linked, of), told.result) if torch.is_grad_enabled() and of else told.result
 
     def _run(
         self, original: Callable[..., Any], args: Any, kwargs: Any, given: Given
@@ -240,5 +241,5 @@ class Outside:
         return told, None
 
 
-def _linked(x: Tensor) -> Tensor:
-    return unlinked(x, "a module of a pipeline returns outside a step")
+def _linked(of: Sequence[Tensor], x: Tensor) -> Tensor:
+    return unlinked(x, "a module of a pipeline returns outside a step", of)

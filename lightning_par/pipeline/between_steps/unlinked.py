@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 class _Unlinked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, boxed: list[Tensor], what: str) -> Tensor:
+    def forward(ctx: Any, boxed: list[Tensor], what: str, *of: Tensor) -> Tensor:
         ctx.what = what
         return boxed[0]
 
@@ -22,15 +23,18 @@ class _Unlinked(torch.autograd.Function):
         )
 
 
-def unlinked(x: Tensor, what: str) -> Tensor:
+def unlinked(x: Tensor, what: str, of: Iterable[Tensor]) -> Tensor:
     """``x``, requiring a gradient that can't be had: a backward that comes to it raises.
 
     Args:
         x: what may have a gradient on one device.
         what: the message says of it, after "What".
+        of: what it is made of: who asks for the gradient of one of these alone comes to it, too, and is not told that
+            there is none.
     """
     if not (x.is_floating_point() or x.is_complex()):
         return x
     # In a list it is no input, of which the result would be a view that can't be written into.
-    linked: Tensor = _Unlinked.apply(torch.zeros((), device=x.device, requires_grad=True), [x.detach()], what)
+    anchor = torch.zeros((), device=x.device, requires_grad=True)
+    linked: Tensor = _Unlinked.apply([x.detach()], what, anchor, *(y for y in of if y.requires_grad))
     return linked

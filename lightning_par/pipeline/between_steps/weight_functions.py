@@ -68,7 +68,7 @@ def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) 
     with torch.no_grad():
         result = as_it_is(func, args, kwargs)
     return owner.show(
-        without_graph(result) if links else result, owner.name_of(x), object() if name in COPIES else copied(x)
+        without_graph([x], result) if links else result, owner.name_of(x), object() if name in COPIES else copied(x)
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,8 +47,8 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
             x._read_alone = True  # type: ignore[attr-defined]
         return view
     result = as_it_is(func, args, kwargs)
-    links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return map_tensors(without_graph, result) if links else result
+    linked = [x for x in tensors if x.requires_grad] if torch.is_grad_enabled() else []
+    return map_tensors(partial(without_graph, linked), result) if linked else result
 
 
 def _is_read_alone(owner: JointGradients, x: Tensor) -> bool:
@@ -99,7 +100,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     stays = _stays_in_place(owner, func, name, args, kwargs)
     if stays is not None:
         return stays
-    links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
+    linked = [x for x in tensors_in((args, kwargs)) if x.requires_grad] if torch.is_grad_enabled() else []
     given = map_tensors(whole, (args, kwargs))
     result = func(*given[0], **given[1])
     if isinstance(result, np.ndarray):
@@ -107,7 +108,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     strided = [x for x in tensors_in(result) if x.layout == torch.strided]
     memories = {memory_of(x) for x in strided}
     if len(memories) != 1 or not memories <= brought.keys():  # no view, or views of several
-        return map_tensors(without_graph, result) if links else result
+        return map_tensors(partial(without_graph, linked), result) if linked else result
     base, values = brought[memories.pop()]
     of = owner.name_of(base)
     if not is_elsewhere(base):
@@ -158,9 +159,9 @@ def _standing(owner: JointGradients, x: Tensor, of: str) -> Elsewhere:
     return Elsewhere(x.shape, x.dtype, x.device, Origin(of, owner.holders_of(of), owner.axis), stride=x.stride())
 
 
-def without_graph(x: Tensor) -> Tensor:
-    """``x``, which all ranks have: a backward that comes to it raises."""
-    return unlinked(x, "is made of a pipeline's weights between two steps")
+def without_graph(of: Iterable[Tensor], x: Tensor) -> Tensor:
+    """``x``, which all ranks have, made ``of`` others: a backward that comes to it raises."""
+    return unlinked(x, "is made of a pipeline's weights between two steps", of)
 
 
 def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
