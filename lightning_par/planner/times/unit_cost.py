@@ -169,7 +169,16 @@ def _largest(unit: Unit, s: Setting) -> float:
             s.nbytes(x) for x in op.inputs if x.wants_grad and x.of_batch
         )
         if op.name in LOSSES:
-            # The logits, and the gradients of logarithms and of logits, as large as what is kept.
-            sizes = sum(s.nbytes(x) for x in op.inputs if x.wants_grad) + 2 * max(map(s.nbytes, op.kept), default=0)
+            sizes = _of_loss(op, s)
         found = max(found, sizes)
     return found
+
+
+def _of_loss(op: Operation, s: Setting) -> float:
+    """Bytes beside the logarithms, or the shares, that a loss of classes keeps."""
+    kept = max(map(s.nbytes, op.kept), default=0.0)
+    if not any(k.split for k in op.kept):
+        return 2 * kept  # in backward, the gradients of logarithms and of logits
+    # In forward, the logits, and as much in single precision where these are half; see `sharded.rules.cross_entropy`.
+    given = [x for x in op.inputs if x.wants_grad]
+    return sum(map(s.nbytes, given)) + kept * any(x.itemsize == 2 for x in given)
