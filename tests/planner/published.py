@@ -31,7 +31,7 @@ ORDER = "zigzag"
 """Of tokens over the sequence axis, which the rows don't say; see `--contiguous`."""
 RESERVED = {"torchtitan-h100": 1.12}
 """By set, bytes that torch's allocator reserves by those it is asked for, where rows tell the former: what `allocator`
-makes of what torch's own engine asks for; see docs/planning.md."""
+makes of what torch's own engine asks for (1.10 to 1.15 for the ranks of `torchs_own`)."""
 _RECOMPUTE = {"selective (per-op)": "selective"}
 
 
@@ -117,8 +117,8 @@ def peak(row: dict[str, Any], one: Prediction) -> float:
     machine, _ = read_machine(row["gpu"])
     asked = [stage.peak / machine.fragmentation for stage in one.stages]
     if row["set"] in RESERVED and row["layout"]["tp"] > 1:
-        # torch's `loss_parallel` holds 4 copies of its part of the logits in single precision, this package's loss 2 and
-        # one in half (see `test_losses`); its pipelines keep what the last stage makes of all microbatches.
+        # torch's `loss_parallel` holds 4 copies of its part of the logits in single precision, this package's loss 2
+        # and one in half (see `test_losses`); its pipelines keep what the last stage makes of all microbatches.
         at, m = row["layout"], row["model"]
         copy = row["micro_batch"] * m["sequence"] / at["cp"] * m["vocab"] / at["tp"] * 4
         asked[-1] += copy * (1.5 + (one.candidate.microbatches - 1) / 2 * (at["pp"] > 1))

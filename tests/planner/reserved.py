@@ -1,6 +1,6 @@
-"""What torch's allocator would reserve on a GPU for dry runs of this package: ``python -m tests.planner.reserved [NAME]``.
+"""What torch's allocator would reserve on a GPU for dry runs: ``python -m tests.planner.reserved [NAME]``.
 
-Each line has the GB that a rank's live tensors take at most, the GB that `allocator` reserves for them, and their ratio.
+Each line has the GB of a rank's live tensors at their most, the GB that `allocator` reserves for them, and the ratio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of logits that a loss of classes holds at its peak: a plan's, a run's, and those of torch's `loss_parallel`."""
+"""Copies of logits at the peak of a loss of classes: a plan's, a run's, and those of torch's `loss_parallel`."""
 
 from __future__ import annotations
 
