@@ -76,7 +76,8 @@ class StoragePart(Part):
                 if name in self.whole or is_elsewhere(parameter):
                     continue
                 if dim_of(parameter, self.peers.size) is not None:
-                    _refuse_hooks(leaf(parameter), name)
+                    if first.trains:  # no gradient comes elsewhere, as in a predict after a fit that left its hooks
+                        _refuse_hooks(leaf(parameter), name)
                     stored = Stored.of(parameter, self.all, self.peers)
                     stored._name = name
                     become(parameter, stored, name)
