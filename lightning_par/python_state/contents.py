@@ -99,8 +99,8 @@ class CacheCell(Cell):
 
 
 class MethodCacheCell(CacheCell):
-    """One of a library's method, mostly for an object that each run of the step makes anew: what it remembers of a run
-    that is undone goes, too: the next run would else be spared what this one had to compute."""
+    """One of a method, for an object of which each trial has a copy, or that each run of the step makes anew: what it
+    remembers of a run goes, too: the next run would else be spared what this one had to compute."""
 
     def forgets(self, before: Any, now: Any) -> bool:
         return self._is_exact() or super().forgets(before, now)

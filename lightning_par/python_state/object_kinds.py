@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_par.python_state.cells.mappings import MappingCell
+from lightning_par.python_state.cells.mappings import BodyCell, MappingCell
 from lightning_par.python_state.cells.names import AttributesCell, ContextCell, SlotsCell
 from lightning_par.python_state.cells.sequences import SequenceCell, SetCell, TupleCell
-from lightning_par.python_state.contents import CacheCell, cell_of_value, is_value
+from lightning_par.python_state.contents import CacheCell, MethodCacheCell, cell_of_value, is_value
 from lightning_par.python_state.found import ATOMS, Found
 from lightning_par.python_state.iterator_insides import is_iterator, look_into_iterator
 from lightning_par.python_state.user_code import has_attributes, slots_of
@@ -59,7 +59,9 @@ def _function(reach: Reach, found: Found) -> None:
 
 def _cached(reach: Reach, found: Found) -> None:
     name = reach.name(found.name, found.value)
-    reach.keep(found, CacheCell(name, found.value), insides=False)
+    # a method's results are by object, of which each trial of a step has a copy, for which nothing is remembered
+    kind = MethodCacheCell if isinstance(found.cell, BodyCell) else CacheCell
+    reach.keep(found, kind(name, found.value), insides=False)
     reach.wait(name, getattr(found.value, "__wrapped__", None))
 
 
