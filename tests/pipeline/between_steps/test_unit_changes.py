@@ -26,10 +26,12 @@ class Remembers(nn.Linear):
     def __init__(self) -> None:
         super().__init__(6, 6)
         self.calls, self.last = 0, torch.zeros(())
+        self.seen: dict[str, list[Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.last, self.lock = x.detach().square().mean(), threading.Lock()
+        self.seen.setdefault("all", []).append(self.last)
         return x + super().forward(x)
 
 
@@ -46,6 +48,7 @@ class Loops(Net):
     def tell(self) -> None:
         self.log("last", sum((layer.last for layer in self.layers), torch.zeros(())))
         self.log("calls", float(sum(layer.calls for layer in self.layers)))
+        self.log("seen", torch.stack([x for layer in self.layers for x in layer.seen["all"][-3:]]).sum())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x = batch[0]
@@ -211,7 +214,7 @@ def test_weights_buffers_and_modules_are_not_told() -> None:
     unit[1].running_mean = torch.ones(6)
     unit.more = nn.Linear(1, 1)
     left = changes.left(changes.known(Known()), device)
-    assert left.changed.own.keys() == {"unit.0"}
+    assert left.changed.own.keys() == {"unit.0", "unit.0.seen"}
     assert left.changed.own["unit.0"].entries.keys() == {"calls", "last"}  # a lock stays where it is
     other, there = made()
     there.put(left, rank=1, source=0)
