@@ -7,18 +7,18 @@ one unit. What can't be cut into microbatches at all is left whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.plan.stage_ranges import HandsOut, Stages
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors, as_units, close, walk
 from lightning_par.pipeline.program.make_program import OutsideWriteError, SharedWriteError
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import ReadFirstError
-from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.strategies.entry_points import has_start_hooks
@@ -102,6 +102,8 @@ class CutSearch:
         if cut.program is None and isinstance(cut.reason, SamplesMixError):
             cut = self._taken_as_one(step, first, cut, cut.reason)
         if cut.program is None:
+            if isinstance(cut.reason, HandedOnError) and not step.grad:  # it will run unit by unit
+                return first.plan, first.stages, None
             if isinstance(cut.reason, SharedWriteError) and self.spread.plan_once():
                 return self._decide(step, known)
             if isinstance(cut.reason, OutsideWriteError) and _is_small(cut.surveyed.root, cut.reason.owner):
@@ -172,16 +174,19 @@ class CutSearch:
         met: list[str] = []
         while cut.reason is not None and cut.reason.unit is not None and met.count(cut.reason.unit) < 2:
             ways = _ways(step.module, cut, cut.reason)
-            for surveyed, opened in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
+            for way in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
+                surveyed, opened = way.surveyed, way.opened
                 try:
                     plan, stages = self.spread.plan(step.module, surveyed.root, opened)
                 except ValueError:  # it is needed as a unit, or apart
                     continue
-                if plan != cut.plan or stages.homes != cut.stages.homes:  # which an uncalled module has, and no plan
+                stages = replace(stages, hands_out=way.hands_out)
+                if plan != cut.plan or stages != cut.stages:  # which an uncalled module has, and no plan
                     break
             else:
                 break
-            met.append(cut.reason.unit)
+            if stages.hands_out == cut.stages.hands_out:  # else it may hand out more
+                met.append(cut.reason.unit)
             unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
             try:
                 other = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed), opened, unmixed)
@@ -226,8 +231,16 @@ def _is_small(root: ModuleCall, path: str) -> bool:
     return bool(calls) and not any(call.numel for call in calls)
 
 
-def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Survey, tuple[str, ...]]]:
-    """What may be done about the unit of a ``reason``: the calls, and what is opened of them."""
+class _Way(NamedTuple):
+    """What may be done about a unit: the calls, what is opened of them, and what they hand out."""
+
+    surveyed: Survey
+    opened: tuple[str, ...]
+    hands_out: HandsOut
+
+
+def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[_Way]:
+    """What may be done about the unit of a ``reason``."""
     assert reason.unit is not None
     surveyed, root, opened = cut.surveyed, cut.surveyed.root, cut.opened
     # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps from one
@@ -236,10 +249,13 @@ def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> 
     closed = {call.path for call in walk(root) if call.closed is not None}
     units = reason.units if isinstance(reason, UnitError) and reason.units else (reason.unit,)
     seen = reason.unit not in closed and not (mixes and next(inner, None) is None)  # there is something in it to see
-    ways = [(surveyed, (*opened, *(unit for unit in units if unit not in closed)))] if seen else []
+    known = cut.stages.hands_out
+    ways = [_Way(surveyed, (*opened, *(unit for unit in units if unit not in closed)), known)] if seen else []
     alike = [path for path in _alike(module, reason.unit) if path in cut.stages.homes and path not in closed]
     if mixes and ways and len(alike) > 1:  # it is most likely the same in all layers
-        ways.insert(0, (surveyed, (*opened, *alike)))
+        ways.insert(0, _Way(surveyed, (*opened, *alike), known))
+    if isinstance(reason, UnitError) and reason.hands_out:
+        ways.append(_Way(surveyed, opened, _both(known, reason.hands_out)))
     # What other code takes from within it is at hand in the module around, where that is called as a whole.
     called = {call.path for call in walk(root)}
     around = next((path for path in ancestors(reason.unit) if path in called), None)
@@ -247,7 +263,11 @@ def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> 
         return ways
     others = {path for path in _alike(module, around) if path not in opened}
     closer = close(root, others, f"its code needs what is within {reason.unit!r}")
-    return [*ways, (replace(surveyed, root=closer), opened)]
+    return [*ways, _Way(replace(surveyed, root=closer), opened, known)]
+
+
+def _both(some: HandsOut, others: HandsOut) -> HandsOut:
+    return {path: (*dict.fromkeys((*some.get(path, ()), *others.get(path, ()))),) for path in {**some, **others}}
 
 
 def _alike(module: nn.Module, path: str) -> list[str]:

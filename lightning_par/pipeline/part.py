@@ -29,11 +29,11 @@ from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.held_modules import HeldModules
 from lightning_par.pipeline.plan.uncalled import within
-from lightning_par.pipeline.program.make_program import StepWriteError
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
+from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.graph_node import STAGES
@@ -244,7 +244,7 @@ class StagesPart(Part):
                 with held_refused(loggers_of(step.module)):
                     return engine.evaluate(step, self.spread.microbatches, key)
             except NO_SCHEDULE as reason:
-                self._by_unit[step.name] = isinstance(reason, StepWriteError)  # which it writes in each batch
+                self._by_unit[step.name] = not isinstance(reason, ReadFirstError)  # what it does in each batch
         assert self._outside is not None
         run = UnitByUnit(self._outside)
         with self._outside.outside():

@@ -189,7 +189,7 @@ def _intercept(first: FirstStep, stages: Stages) -> None:
     cut = compile_units(module, stages.homes, first.trainer.strategy.compiler)
     if cut and first.world.rank == 0:
         log.warning("Compiled layer by layer, and run as written around the layers: %s.", list_names(cut))
-    intercept_units(module, tuple(stages.homes))
+    intercept_units(module, stages.homes, stages.hands_out)
 
 
 def _release(module: nn.Module) -> None:

@@ -241,6 +241,81 @@ class RemembersATable(Base):
         return self.b(self.a(x) + self.positions(mask))
 
 
+class _Tables:
+    """No module: what it remembers is by object, of which each trial has a copy."""
+
+    @functools.cache  # noqa: B019
+    def causal(self, size: int) -> Tensor:
+        return torch.ones(size, size, dtype=torch.float64).tril()
+
+
+class RemembersByObject(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = _Tables()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.tables.causal(x.shape[1]) @ self.a(x))
+
+
+class _Experts(nn.Module):
+    """A mixture whose balance loss is an attribute, beside a norm of its routing in a dict."""
+
+    balance: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(C, 3), nn.ModuleList(nn.Linear(C, C) for _ in range(3))
+        self.said: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, scores = x.flatten(0, 1), self.router(x.flatten(0, 1))
+        shares = scores.softmax(-1)
+        best = shares.argmax(-1)
+        out = torch.zeros_like(rows)
+        for n, expert in enumerate(self.experts):
+            (chosen,) = torch.where(best == n)
+            if chosen.numel():
+                out.index_add_(0, chosen, expert(rows[chosen]) * shares[chosen, n, None])
+        if self.training:
+            self.balance = (F.one_hot(best, 3).to(x).mean(0) * shares.mean(0)).sum()
+        self.said = {"norm": scores.logsumexp(-1).square().mean()}
+        return out.view_as(x)
+
+
+class RoutesTokens(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(C, C), _Experts()), nn.Sequential(_Experts(), nn.Linear(C, C))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        experts = [m for m in self.modules() if isinstance(m, _Experts)]
+        balance = torch.stack([m.balance for m in experts if m.balance is not None]).mean()
+        self.log("balance", balance)
+        return loss + 0.1 * balance + 0.01 * sum(m.said["norm"] for m in experts)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("last", self.a[1].balance.detach())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", super().training_step(batch, batch_idx) + self.b[0].said["norm"])
+
+
+class _CountingExperts(_Experts):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class RoutesAndCounts(RoutesTokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a[1] = _CountingExperts()
+
+
 class TypeAs(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self(batch[0])
@@ -2001,7 +2076,8 @@ FOUND: dict[str, type[Base]] = {
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists, WritesABufferTwice,
                  TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep, HandsBackWeight,
                  RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory,
-                 FlipsFlags, TurnsSums, MatchesTargets, RemembersATable)
+                 FlipsFlags, TurnsSums, MatchesTargets, RemembersATable,
+                 RemembersByObject, RoutesTokens)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, LossOfRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing,
          Recurrent, WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

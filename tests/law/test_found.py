@@ -29,6 +29,7 @@ from tests.law.found import (
     RegistersInLayer,
     RegistersOnItself,
     RenewsCodebook,
+    RoutesAndCounts,
     RunsALayerAgain,
     TakesFromHooks,
     TeacherAndDecision,
@@ -94,6 +95,7 @@ BY_THEMSELVES = {
         RegistersInLayer,
         RegistersOnItself,
         RenewsCodebook,
+        RoutesAndCounts,
         RunsALayerAgain,
         TakesFromHooks,
         TeacherAndDecision,
@@ -257,8 +259,13 @@ def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: 
 
 
 def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
-    names = ["AverageOfParts", "CountsKinds", "FillsAgain", "MatchesTargets", "RemembersATable", "RenewsCodebook"]
-    assert _wrong(pool, names, LAYOUTS["pipeline"])[0] == {}
+    names = ["AverageOfParts", "CountsKinds", "FillsAgain", "MatchesTargets", "RemembersATable", "RemembersByObject"]
+    assert _wrong(pool, [*names, "RenewsCodebook", "RoutesTokens"], LAYOUTS["pipeline"])[0] == {}
+
+
+def test_a_layer_that_hands_out_a_loss_and_counts_is_refused_by_name(pool: Pool) -> None:
+    wrong, _ = _wrong(pool, ["RoutesAndCounts"], LAYOUTS["pipeline"])
+    assert "'a.1' hands out what other code uses, by balance, said, and changes what" in wrong["RoutesAndCounts"]
 
 
 def test_layers_that_a_backward_adds_gradients_to_are_refused_where_those_are_shares(pool: Pool) -> None:

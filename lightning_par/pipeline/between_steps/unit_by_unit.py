@@ -2,7 +2,8 @@
 
 What such a step does next, as in a loop that generates text, is not known before a value is there, so that no schedule
 can be made for it. All ranks run it alike, each unit where its weights are, and all have its result at once. So does
-one that writes into weights of several stages, as to try out their averages.
+one that writes into weights of several stages, as to try out their averages, or that goes by what units leave in
+objects, as in a cache that they fill.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_par.pipeline.effects.metrics import as_event, calling
 from lightning_par.pipeline.program.make_program import StepWriteError
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.trial.analysis import ReadFirstError
+from lightning_par.pipeline.trial.side_inputs import HandedOnError
 from lightning_par.private.compiler import as_compiled
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.python_state.snapshot import Snapshot
@@ -26,7 +28,7 @@ from lightning_par.sharded.functions import READS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.step import Step, call_step
 
-NO_SCHEDULE = (ReadFirstError, StepWriteError)
+NO_SCHEDULE = (ReadFirstError, StepWriteError, HandedOnError)
 """Why a step without a backward is to be run in this way, as its trials say."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 
 Homes = Mapping[str, tuple[int, ...]]
 """Unit -> the stages of its calls."""
+
+Attribute = tuple[str, str]
+"""The name of a module within a unit, and of what it holds there."""
+
+HandsOut = Mapping[str, tuple[Attribute, ...]]
+"""Unit -> the attributes by which it hands something out."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Stages:
         at: the rank of each stage, as an index along the pipeline axis.
         cutter: says where in a step each stage begins.
         unused: the rank that holds what no stage uses; None for that of the last stage.
+        hands_out: what units hand out beside what they return.
 
     Example::
 
@@ -88,6 +95,7 @@ class Stages:
     at: tuple[int, ...]
     cutter: type[Cutter] = InOrder
     unused: int | None = None
+    hands_out: HandsOut = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

@@ -14,9 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.pipeline.plan.stage_ranges import Attribute
 from lightning_par.pipeline.program.event_functions import WITHOUT_ANOTHER, is_metadata
 from lightning_par.pipeline.program.norm_statistics import BESIDE, statistics_of
 from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.run.handed_out import HandingOut
 from lightning_par.pipeline.trial.placeholders import AbsentNumber
 from lightning_par.private.compiler import uncompiled
 from lightning_par.private.modes import innermost_mode
@@ -100,8 +102,19 @@ class Run(TorchFunctionMode):
         """Whether the step has made ``x``, of the batch alone."""
         return False
 
-    def call(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A unit is called at container level."""
+    def call(
+        self,
+        path: str,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        attributes: tuple[Attribute, ...] = (),
+    ) -> Any:
+        """A unit is called at container level, which hands something out by its ``attributes``."""
+        if attributes:
+            handing = HandingOut(module, original, attributes)
+            return handing.taken(self.call(path, module, handing, args, kwargs))
         self.depth += 1
         self.path = path
         try:

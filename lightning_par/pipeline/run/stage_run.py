@@ -21,6 +21,7 @@ from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.regions import runs_as_one
 from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
+from lightning_par.pipeline.run.handed_out import expecting
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.stage_values import StageValues
 from lightning_par.pipeline.trial.fake_step import sets_requires_grad
@@ -252,7 +253,7 @@ class StageRun(StageValues):
             self.draws.of(index, module), self.aside(), as_compiled(),
             self._heard(), self._keeping(index, path),
         ):  # fmt: skip
-            call = partial(original, *args, **kwargs)
+            call = partial(expecting(original, record.result), *args, **kwargs)
             before = standing() if self.memo.standing is None else None
             result = call() if self.again is None else self.again(call)
             if before is not None and not is_standing(before):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from lightning_par.pipeline.plan.stage_ranges import Attribute, HandsOut
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
 
@@ -14,9 +15,10 @@ from lightning_par.private.module_calls import get_call, plain_call, reset_call,
 class LocatedCall:
     """Takes the place of a unit's call."""
 
-    def __init__(self, path: str, module: nn.Module) -> None:
+    def __init__(self, path: str, module: nn.Module, attributes: tuple[Attribute, ...] = ()) -> None:
         self.path = path
         self.module = module
+        self.attributes = attributes  # by which it hands something out
         self.original = plain_call(module)
         self.outside: Callable[..., Any] | None = None
         """Takes calls while no run is on; see `lightning_par.pipeline.between_steps.module_calls`."""
@@ -33,14 +35,14 @@ class LocatedCall:
             return self.outside(self.path, self.module, self.original, args, kwargs)
         if run is None or run.depth:  # within another unit it is part of that one's event
             return self.original(*args, **kwargs)
-        return run.call(self.path, self.module, self.original, args, kwargs)
+        return run.call(self.path, self.module, self.original, args, kwargs, self.attributes)
 
 
-def intercept_units(module: nn.Module, units: tuple[str, ...]) -> None:
-    """Let calls of the ``units`` of ``module`` ask the run that is on."""
+def intercept_units(module: nn.Module, units: Iterable[str], hands_out: HandsOut) -> None:
+    """Let calls of the ``units`` of ``module`` ask the run that is on, and return what they hand out."""
     for path in units:
         unit = module.get_submodule(path)
-        set_call(unit, LocatedCall(path, unit))
+        set_call(unit, LocatedCall(path, unit, hands_out.get(path, ())))
 
 
 def release_units(module: nn.Module) -> None:

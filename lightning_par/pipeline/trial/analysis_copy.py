@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall, printed
 from lightning_par.pipeline.effects.held_loggers import refuse_held
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
+from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
@@ -97,13 +98,13 @@ def trace_calls(copy: nn.Module, run: CallTree) -> None:
             set_call(module, _Traced(path, module, run))
 
 
-def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ...]], traced: bool) -> None:
+def intercept_calls(copy: nn.Module, run: Analysis, stages: Stages, traced: bool) -> None:
     """Let ``run`` hear of the calls of units and metrics, and of all modules where calls are ``traced``.
 
     Args:
         copy: of the LightningModule.
         run: of its step.
-        homes: the units, by FQN.
+        stages: their units.
         traced: whether calls of other modules are noted, too.
     """
     for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
@@ -111,8 +112,8 @@ def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[in
     for path, module in copy.named_modules():
         if is_metric(module):
             _listen_to_metric(module)
-        elif path in homes:
-            set_call(module, LocatedCall(path, module))
+        elif path in stages.homes:
+            set_call(module, LocatedCall(path, module, stages.hands_out.get(path, ())))
         elif traced and path:
             set_call(module, _Traced(path, module, run))
 

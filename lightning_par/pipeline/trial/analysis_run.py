@@ -18,6 +18,7 @@ from lightning_par.pipeline.effects.unit_effects import Sight
 from lightning_par.pipeline.effects.unit_state import UnitState
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.read_only_inputs import memory_reference
+from lightning_par.pipeline.run.handed_out import attributes_with
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.analysis_copy import Fakes, held, intercept_calls, listen
@@ -25,6 +26,7 @@ from lightning_par.pipeline.trial.analysis_notes import Layouts
 from lightning_par.pipeline.trial.batch_classes import classes_of
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import standing_in
+from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError
 from lightning_par.pipeline.trial.unit_buffers import UnitBuffers
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
@@ -165,6 +167,10 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
             streams.begin_step(0, 0)
             with standing_in(axis is not None, asked.draw, guesses):
                 result = tried(getattr(copy, step.name), batch, *step.rest)
+    except UnitError as error:
+        if error.value is not None and error.unit is not None:
+            error.hands_out, error.value = attributes_with(error.value, copy, error.unit, homes), None
+        raise
     except (TypeError, RuntimeError, IndexError) as error:
         if run.mixing is not None and error is not run.mixing:  # the step, or torch for it, has made another one of it
             raise run.mixing from error
@@ -180,6 +186,7 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run.effects += run.returned
     if units is not None:
         units.holdings.refuse()
+        _refuse_handing_keepers(run, asked.stages)
     run.outer, run.resets = (asked.outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
     run.effects += held(copy, homes.keys() - run.outer, batch, run)
     run.finish()
@@ -190,6 +197,19 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     if step.grad:
         run.values.check_unseen(loss_in(result))
     return run, result
+
+
+def _refuse_handing_keepers(run: Analysis, stages: Stages) -> None:
+    """Raises `HandedOnError` where a unit changes something beside the attributes by which it hands values out: what is
+    around its calls sets those, and the ranks could not tell whose the state is."""
+    for path in (path for path in stages.hands_out if path in run.changes.keeping):
+        names = ", ".join(sorted({key for _, key in stages.hands_out[path]}))
+        raise HandedOnError(
+            f"{path!r} hands out what other code uses, by {names}, and changes what {run.changes.keeping[path]} "
+            "holds, too, on the stage of the pipeline that runs it. Return the value from the forward, keep the "
+            "other in a buffer, or use TensorParallelStrategy.",
+            path,
+        )
 
 
 def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, guesses: Guesses) -> None:
@@ -211,7 +231,7 @@ def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, gue
     run.unit_buffers = UnitBuffers(copy, homes, run.mode, run.note_stand_in)
     run.handed.buffers = run.unit_buffers.units
     run.handed.weights = {path: {*map(id, copy.get_submodule(path).parameters())} for path in homes}
-    intercept_calls(copy, run, homes, asked.traced)
+    intercept_calls(copy, run, asked.stages, asked.traced)
     run.hooks_on_gradients = {m: n for m in copy.modules() if (n := number_of_backward_hooks(m))}
     listen(copy, run)
 

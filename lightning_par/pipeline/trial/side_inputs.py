@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.stage_ranges import HandsOut
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import user_line
@@ -24,11 +25,21 @@ class UnitError(ValueError):
     Attributes:
         unit: the module, if it is known.
         units: all of them, where there are several.
+        value: that was made within the unit, and is used outside.
+        hands_out: the attributes by which this and such units hand out such values.
     """
 
-    def __init__(self, message: str, unit: str | None, units: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, unit: str | None, units: tuple[str, ...] = (), value: Tensor | None = None
+    ) -> None:
         super().__init__(message)
-        self.unit, self.units = unit, units
+        self.unit, self.units, self.value = unit, units, value
+        self.hands_out: HandsOut = {}
+
+
+class HandedOnError(UnitError):
+    """Other code goes by what a module leaves or hands on by another way than its result; where modules run one after
+    the other on all ranks, as in a step without a backward, each has it in time."""
 
 
 class Handed:
@@ -90,7 +101,7 @@ class Handed:
             if maker is None and id(x) not in self._buffers:
                 maker = self.buffers.get(id(x))
             if maker is not None:
-                self._check(maker)
+                self._check(maker, x)
             elif is_located(x) and (id(x) in self.values or id(x) in self.parameters):
                 self.found[id(x)] = x
         if any(is_located(x) or id(x) in self._own or maker_of(x) for x in inputs):  # no constant, as of a cache
@@ -104,15 +115,16 @@ class Handed:
         object or an attribute holds."""
         return x.with_local(_alias(x.local)) if isinstance(x, ShardedTensor) else _alias(x)
 
-    def _check(self, maker: str) -> None:
+    def _check(self, maker: str, x: Tensor) -> None:
         places = {*self.homes.get(maker, ()), *self.homes.get(str(self._path), ())}
         if len(places) > 1:
             whose = "its last call" if maker == self._path else f"{maker!r}"
-            raise UnitError(
+            raise HandedOnError(
                 f"{user_line()}: {self._path!r} uses a value from within {whose} that was not returned: an object or "
                 "an attribute handed it on. Other stages of the pipeline can't see that. Return it, and take it as an "
                 "argument; or name stages so that both are in one; or use TensorParallelStrategy.",
                 maker,
+                value=x,
             )
 
 

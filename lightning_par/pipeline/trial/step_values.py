@@ -11,7 +11,7 @@ from lightning_par.pipeline.program.program import Key, StepEvent, is_located
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.pipeline.trial.picked_views import Picked
-from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
+from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError, maker_of
 from lightning_par.private.graph import made_by, node_of
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
@@ -122,7 +122,8 @@ class StepValues:
             if id(x) in self.keys:
                 found.append(self.keys[id(x)])
             elif self._homes and is_located(x) and id(x) not in self.names:
-                raise UnitError(f"{user_line()}: {self._why_unknown(x)} Or use TensorParallelStrategy.", maker_of(x))
+                why = f"{user_line()}: {self._why_unknown(x)} Or use TensorParallelStrategy."
+                raise (UnitError if self.started and maker_of(x) is None else HandedOnError)(why, maker_of(x), value=x)
         return tuple(found)
 
     def _why_unknown(self, x: Tensor) -> str:

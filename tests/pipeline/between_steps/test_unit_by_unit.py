@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_par import HybridParallelStrategy
@@ -102,3 +102,55 @@ def averaged(layout: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_step_that_swaps_weights_of_all_stages_is_one_devices(layout: dict[str, Any], pool: Pool) -> None:
     check(pool, averaged, layout, world=prod(layout.values()))
+
+
+class Caches(nn.Module):
+    """Averages what it is given with what it was given before, which it keeps; and a hook of its own counts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear, self.cache, self.on = nn.Linear(size, size), dict[str, Tensor](), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.on:
+            return x + self.linear(x)
+        past = self.cache.get("x")
+        self.cache["x"] = x if past is None else torch.cat([past, x], 1)
+        return x + self.linear(self.cache["x"].mean(1, keepdim=True))
+
+
+class Generates(Net):
+    """Validates token by token, with caches on its layers, and reads these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), Caches(16), nn.Linear(16, 8), Caches(8))
+        self.layers = [self.net[1], self.net[3]]
+        self.features: list[Tensor] = []
+        self.net[1].linear.register_forward_hook(lambda m, args, output: self.features.append(output.detach()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.features.clear()
+        for layer in self.layers:
+            layer.cache.clear()
+            layer.on = True
+        outputs = torch.cat([self(batch[0][:, None] * n) for n in range(1, 4)], 1)
+        self.log("val", outputs.square().mean())
+        self.log("kept", sum(layer.cache["x"].square().mean() for layer in self.layers))
+        self.log("features", torch.cat(self.features).square().mean())
+        for layer in self.layers:
+            layer.on = False
+
+
+def generated(layout: dict[str, Any]) -> Any:
+    module = Generates()
+    strategy = HybridParallelStrategy(**layout) if surface.world_size() > 1 else "auto"
+    run = surface.trainer(must_split=False, strategy=strategy, max_epochs=2)
+    run.fit(module, loader(8), loader(8))
+    return {"metrics": metrics(run), "weights": weights(module)}
+
+
+@slow(but=["pipeline"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_caches_that_layers_fill_in_a_validation_step_are_one_devices(layout: dict[str, Any], pool: Pool) -> None:
+    check(pool, generated, layout, world=prod(layout.values()))
