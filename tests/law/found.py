@@ -259,7 +259,7 @@ class RemembersByObject(Base):
 
 
 class _Experts(nn.Module):
-    """A mixture whose balance loss is an attribute, beside a norm of its routing in a dict."""
+    """A mixture whose balance loss is an attribute, beside a norm of its routing in a dict, and others in a list."""
 
     balance: Tensor | None = None
 
@@ -267,6 +267,7 @@ class _Experts(nn.Module):
         super().__init__()
         self.router, self.experts = nn.Linear(C, 3), nn.ModuleList(nn.Linear(C, C) for _ in range(3))
         self.said: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         rows, scores = x.flatten(0, 1), self.router(x.flatten(0, 1))
@@ -280,6 +281,7 @@ class _Experts(nn.Module):
         if self.training:
             self.balance = (F.one_hot(best, 3).to(x).mean(0) * shares.mean(0)).sum()
         self.said = {"norm": scores.logsumexp(-1).square().mean()}
+        self.losses.append(scores.square().mean())
         return out.view_as(x)
 
 
@@ -287,9 +289,12 @@ class RoutesTokens(Base):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Sequential(nn.Linear(C, C), _Experts()), nn.Sequential(_Experts(), nn.Linear(C, C))
+        self.losses: list[Tensor] = []
+        self.a[1].losses = self.b[0].losses = self.losses
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
+        self.losses.clear()
+        loss = super().training_step(batch, batch_idx) + 0.1 * sum(self.losses)
         experts = [m for m in self.modules() if isinstance(m, _Experts)]
         balance = torch.stack([m.balance for m in experts if m.balance is not None]).mean()
         self.log("balance", balance)
@@ -314,6 +319,7 @@ class RoutesAndCounts(RoutesTokens):
     def __init__(self) -> None:
         super().__init__()
         self.a[1] = _CountingExperts()
+        self.a[1].losses = self.losses
 
 
 class TypeAs(Base):

@@ -1,14 +1,15 @@
 """What a unit hands out by an attribute of a module in it, as a loss of its own that the step reads afterwards.
 
-``self.aux_loss = ...`` in a layer is on the rank that runs the layer alone. So that other stages can have it, its call
-returns it beside its result, and leaves the attribute as it was; what is around the call, which all ranks run, sets it.
+``self.aux_loss = ...`` in a layer, or ``self.losses.append(...)``, is on the rank that runs the layer alone. So that
+other stages can have it, its call returns it beside its result, and leaves all as it was; what is around the call,
+which all ranks run, sets it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,8 +21,22 @@ from lightning_par.python_state.nested_tensors import returned_tensors, tensors_
 _MISSING = object()
 
 
+class Returned(NamedTuple):
+    """What a call that hands something out returns.
+
+    Attributes:
+        result: the unit's own.
+        stored: what it has set attributes to.
+        added: what it has put into lists and dicts that are attributes: items, or entries.
+    """
+
+    result: Any
+    stored: dict[Attribute, Any]
+    added: dict[Attribute, Any]
+
+
 class HandingOut:
-    """A call of the unit ``module`` that returns what it sets ``attributes`` to, beside its result.
+    """A call of the unit ``module`` that returns what it sets ``attributes`` to, or adds to them, beside its result.
 
     Example::
 
@@ -32,51 +47,76 @@ class HandingOut:
     def __init__(self, module: nn.Module, original: Callable[..., Any], attributes: tuple[Attribute, ...]) -> None:
         self._module, self._original, self._attributes = module, original, attributes
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Attribute, Any]]:
-        places = {(name, key): vars(self._module.get_submodule(name)) for name, key in self._attributes}
+    def __call__(self, *args: Any, **kwargs: Any) -> Returned:
+        places = {at: self._holder(at) for at in self._attributes}
         before = {at: held.get(at[1], _MISSING) for at, held in places.items()}
+        inside = {at: x.copy() for at, x in before.items() if type(x) in (list, dict)}
         result = self._original(*args, **kwargs)
-        out = {at: held[at[1]] for at, held in places.items() if held.get(at[1], _MISSING) is not before[at]}
-        for at in out:
+        stored = {at: held[at[1]] for at, held in places.items() if held.get(at[1], _MISSING) is not before[at]}
+        for at in stored:
             if before[at] is _MISSING:
                 del places[at][at[1]]
             else:
                 places[at][at[1]] = before[at]
-        return result, out
+        added = {at: _taken_off(before[at], x) for at, x in inside.items()}
+        return Returned(result, stored, {at: x for at, x in added.items() if x})
 
-    def as_recorded(self, recorded: tuple[Any, dict[Attribute, Any]], *args: Any, **kwargs: Any) -> Any:
+    def _holder(self, at: Attribute) -> dict[str, Any]:
+        return vars(self._module.get_submodule(at[0]))
+
+    def as_recorded(self, recorded: Returned, *args: Any, **kwargs: Any) -> Returned:
         """As a call, where all ranks know of what it ``recorded``: what it does not set this time stays, and goes out.
 
         Raises:
             OtherStageError: it hands out something else.
         """
-        result, out = self(*args, **kwargs)
-        known = recorded[1]
-        now = {(name, key): vars(self._module.get_submodule(name)).get(key) for name, key in known} | out
-        other = next((at for at, x in now.items() if at not in known or _count(x) != _count(known[at])), None)
+        result, stored, added = self(*args, **kwargs)
+        now = {at: self._holder(at).get(at[1]) for at in recorded.stored} | stored
+        other = _other(now, recorded.stored) or _other(added, recorded.added)
         if other is not None:
             kind, (_, key) = type(self._module.get_submodule(other[0])).__name__, other
             raise OtherStageError(
                 f"{kind} sets its attribute {key!r} as it did not when the step was recorded, or does not any more. "
                 "Other stages of the pipeline can't know of that. Set it in each call, or return the value."
             )
-        return result, {at: now[at] for at in known}
+        return Returned(result, {at: now[at] for at in recorded.stored}, {at: added[at] for at in recorded.added})
 
-    def taken(self, returned: tuple[Any, dict[Attribute, Any]]) -> Any:
+    def taken(self, returned: Returned) -> Any:
         """The unit's result alone, of what a call ``returned``: its attributes are set."""
-        result, out = returned
-        for (name, key), value in out.items():
+        for (name, key), value in returned.stored.items():
             setattr(self._module.get_submodule(name), key, value)
-        return result
+        for at, value in returned.added.items():
+            held = self._holder(at)[at[1]]
+            held.extend(value) if type(held) is list else held.update(value)
+        return returned.result
+
+
+def _taken_off(held: Any, before: Any) -> Any:
+    """The items or entries that the list or dict ``held`` has beside those of ``before``; they are gone from it."""
+    if type(held) is list:
+        items = held[len(before) :]
+        del held[len(before) :]
+        return items
+    entries = {key: x for key, x in held.items() if x is not before.get(key, _MISSING)}
+    if entries:
+        held.clear()
+        held.update(before)
+    return entries
+
+
+def _other(now: dict[Attribute, Any], recorded: dict[Attribute, Any]) -> Attribute | None:
+    """An attribute of which a call hands out something else than was ``recorded``."""
+    both = {**now, **recorded}
+    return next((at for at in both if at not in now or at not in recorded or _unlike(now[at], recorded[at])), None)
+
+
+def _unlike(value: Any, other: Any) -> bool:
+    return len(returned_tensors(value)) != len(returned_tensors(other))
 
 
 def expecting(original: Callable[..., Any], recorded: Any) -> Callable[..., Any]:
     """The call of a unit ``original``, which hands out what it did when its result was ``recorded``."""
     return partial(original.as_recorded, recorded) if isinstance(original, HandingOut) else original
-
-
-def _count(value: Any) -> int:
-    return len(returned_tensors(value))
 
 
 def attributes_with(
@@ -85,19 +125,13 @@ def attributes_with(
     """Where ``x``, which was made within ``unit``, is held by an attribute of a module in that; likewise in all units
     that have such a module. Empty where it is held otherwise."""
     within = module.get_submodule(unit)
-    found = {(type(m), key) for m in within.modules() for key, value in vars(m).items() if _is_held(x, key, value)}
-    return {
-        path: tuple(places)
-        for path in (homes if found else ())
-        if (
-            places := [
-                (name, key)
-                for name, m in module.get_submodule(path).named_modules()
-                for kind, key in sorted(found, key=lambda pair: pair[1])
-                if kind is type(m)
-            ]
-        )
-    }
+    held = {(type(m), key): None for m in within.modules() for key, value in vars(m).items() if _is_held(x, key, value)}
+    found = {
+        path: tuple((name, key) for name, m in module.get_submodule(path).named_modules() for kind, key in held
+                    if kind is type(m))
+        for path in homes
+    }  # fmt: skip
+    return {path: places for path, places in found.items() if places}
 
 
 def _is_held(x: Tensor, key: str, value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,8 @@ from torch import nn
 from lightning_par.pipeline.plan.stage_ranges import Attribute, HandsOut
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
+
+_NOTHING: HandsOut = MappingProxyType({})
 
 
 class LocatedCall:
@@ -38,7 +41,7 @@ class LocatedCall:
         return run.call(self.path, self.module, self.original, args, kwargs, self.attributes)
 
 
-def intercept_units(module: nn.Module, units: Iterable[str], hands_out: HandsOut) -> None:
+def intercept_units(module: nn.Module, units: Iterable[str], hands_out: HandsOut = _NOTHING) -> None:
     """Let calls of the ``units`` of ``module`` ask the run that is on, and return what they hand out."""
     for path in units:
         unit = module.get_submodule(path)
