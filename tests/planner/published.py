@@ -1,6 +1,7 @@
-"""Published runs, predicted: ``python -m tests.planner.published [--set NAME] [--rows FILE] [--parts]``.
+"""Published runs, predicted: ``python -m tests.planner.published [--set NAME] [--rows FILE] [--parts] [--raw]``.
 
 Peak memory is predicted as the row tells it: as bytes asked for, or as those that torch's allocator reserves for them.
+With ``--raw`` it is the plan's own.
 
 Each row is a plain GPT or Llama LightningModule of that size under that machine's preset and that layout. Printed are
 predicted over measured step time and peak memory, the medians, the worst, and Kendall's tau of layouts of one model on
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--set", default="")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--raw", action="store_true", help="peaks as a plan's table has them, of this package's engine")
     parser.add_argument("--contiguous", action="store_true", help="tokens of a sequence axis follow one another")
     asked = parser.parse_args()
     global ORDER
@@ -170,7 +172,7 @@ def main() -> None:
         text += f"{one.seconds:8.3f} / {measured_time(row):8.3f} = {ratio:5.3f} {row['tier_time']}"
         held = row["measured"].get("peak_memory_gb")
         if held:
-            said = peak(row, one) / 1e9
+            said = (one.peak if asked.raw else peak(row, one)) / 1e9
             peaks.append(said / held)
             text += f"  {said:6.1f} / {held:6.1f} GB = {peaks[-1]:5.3f} {row['tier_memory']}"
         else:

@@ -86,7 +86,7 @@ class Machine:
     launch: float = 4e-6
     host: float = 8e-6
     context: float = 0.6 * GiB
-    fragmentation: float = 1.07
+    fragmentation: float = 1.05
     gpu: bool = True
     contention: float = 0.15
     tiles: tuple[int, int] | None = None

@@ -111,7 +111,7 @@ def _machine(kind: str, found: list[RankFound]) -> Machine:
         update_share=UPDATE_BYTES / (bandwidth * mean([one.element for one in rates])),
         launch=4e-6 if gpu else 0.0,
         context=max(one.context for one in found),
-        fragmentation=1.07 if gpu else 1.02,
+        fragmentation=1.05 if gpu else 1.02,
         gpu=gpu,
         contention=0.15 if gpu else 1.0,
         tiles=None if gpu else (16, 16),
