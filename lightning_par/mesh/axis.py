@@ -38,6 +38,8 @@ class Axis(Verbs):
     """Of a tensor sharded over two axes, the one of smaller depth is the outer one."""
     pretends = False
     """Whether nothing moves along it, since tensors are fake."""
+    tells_gathers = True
+    """Whether the user is told of functions that gather along it."""
     stores = False
     """Whether its ranks store parts of weights that each of them uses whole."""
     gradient_shares = False

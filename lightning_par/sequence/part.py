@@ -52,6 +52,7 @@ class PlanningAxis(SequenceAxis):
     """Rank 0 of an axis on which nothing moves: tensors are fake. It notes what would gather."""
 
     pretends = True
+    tells_gathers = False
 
     def __init__(self, ranks: int, zigzag: bool) -> None:
         super().__init__("sequence", tuple(range(ranks)), 0, None)

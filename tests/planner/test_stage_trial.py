@@ -209,3 +209,22 @@ def test_in_half_precision_as_well(precision: str) -> None:
 def test_samples_may_be_batches_of_their_own_where_that_is_asked() -> None:
     layout = {**PIPE, "allow_batch_coupling": True}
     assert plan(Norm, BATCH, "2xH100", devices=2, layout=layout).layouts[0].candidate.microbatches == 4
+
+
+class Attends(L.LightningModule):
+    """Of two stages the first ends with queries, which are whole on the second, where keys are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.up2, self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(6))
+
+    def training_step(self, batch: Tensor) -> Any:
+        x = self.up2(self.up(batch).relu()).relu()
+        q, k, v = (layer(x).view(*x.shape[:2], 4, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).square().mean()
+
+
+def test_what_would_gather_in_a_run_is_not_told_as_if_one_were_on(caplog: pytest.LogCaptureFixture) -> None:
+    layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    assert plan(Attends, torch.ones(8, 6, 16), "4xH100", devices=4, layout=layout).layouts
+    assert not caplog.records

@@ -33,6 +33,7 @@ class _Nothing(Memo[Any, Any]):
 class _Counting(Axis):
     """A dry axis of no process group, whose every call is run and counted."""
 
+    tells_gathers = False
     _known: dict[int, tuple[weakref.ref[Tensor], Tensor]]
 
     def forget_calls(self) -> None:

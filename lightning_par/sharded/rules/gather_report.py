@@ -22,7 +22,7 @@ _METHODS = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  #
 
 def on_gather(func: Any, views: list[ShardedTensor]) -> None:
     """Count and report a function that gathers, once by name and line."""
-    if not views[0].axis.pretends:
+    if views[0].axis.tells_gathers:
         _tell_once(func, "has no local rule and gathers a sharded tensor", tuple(views[0].shape), views[0].axis)
 
 
