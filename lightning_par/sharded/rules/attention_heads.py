@@ -39,7 +39,11 @@ def scaled_dot_product_attention(
         from lightning_par.sequence.attention import attention
 
         return attention(func, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if dim >= -2 or not isinstance(query, ShardedTensor) or query._dim - query.ndim != dim:
+    if dim >= -2:
+        return NotImplemented
+    if not isinstance(query, ShardedTensor):
+        query = _with_its_heads(query, lead, dim, enable_gqa and dim == -3 and lead is not attn_mask)
+    if not isinstance(query, ShardedTensor) or query._dim - query.ndim != dim:
         return NotImplemented
     heads = query._positions
     local = [query._local]
@@ -68,6 +72,17 @@ def scaled_dot_product_attention(
         with draws:
             out = func(*local, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return view(out, out.ndim + dim, heads, axis)
+
+
+def _with_its_heads(query: Tensor, lead: ShardedTensor, dim: int, grouped: bool) -> Tensor:
+    """A whole ``query``, as one that another stage of a pipeline has made or a learned one, sharded as a key or a value
+    is, where that can be."""
+    groups = query.shape[dim] // lead.shape[dim] if grouped and query.ndim >= -dim and lead.shape[dim] > 1 else 1
+    heads = lead._positions.repeat(groups) if groups > 1 else lead._positions
+    if query.ndim < -dim or query.shape[dim] != heads.size:
+        return query
+    part = aligned(query, dim, heads, lead._axis)
+    return query if part is None else view(part, query.ndim + dim, heads, lead._axis)
 
 
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
