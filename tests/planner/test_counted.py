@@ -32,13 +32,15 @@ OTHERS = [
     "gan-ring", "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
     "mlp_gradient_penalty-tensor", "mlp_branches-tensor", "mlp_branches-data_tensor", "mlp_writes_in_place-tensor",
     "torch_attention-fsdp", "torch_attention_5_heads-fsdp", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp",
+    "mlp_statistics-1f1b", "torch_attention-1f1b", "torch_attention-pipeline_tensor", "hf_t5-interleaved",
 ]  # fmt: skip
 """Steps that run backward or ask gradients themselves; experts, which get as many tokens in all as was said; layers
 that look alike, of whose values different things become; a view of a weight that a call within another uses; a tied
-embedding, of which the module that it is named by is not called."""
+embedding, of which the module that it is named by is not called; stages whose values end in buffers, have the size
+of the whole batch though nothing of it, or are of the batch alone and come from a layer."""
 
 
-@slow(but=["mlp_branches-tensor", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp"])
+@slow(but=["mlp_branches-tensor", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp", "mlp_statistics-1f1b"])
 @pytest.mark.parametrize("row", OTHERS)
 def test_steps_of_other_kinds_send_what_was_said(row: str, pool: Pool) -> None:
     case, name = row.split("-")
@@ -59,6 +61,10 @@ def test_what_cannot_be_run_again_is_told_with_its_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(ReplayRun, "_run", fails)
     with pytest.raises(UntoldError, match=r"can't be told: linear at .*dense\.py:\d+ can't be run .*Error: no kernel$"):
         planned("mlp_branches", LAYOUTS["tensor"])
+
+
+def test_what_has_the_whole_batch_s_size_crosses_so_with_each_microbatch() -> None:
+    assert [rank.sent["pipeline"] for rank in planned("torch_attention", LAYOUTS["1f1b"])] == [9216, 9216]
 
 
 def test_gradients_that_a_step_asks_of_its_batch_are_counted() -> None:

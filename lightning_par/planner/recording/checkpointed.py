@@ -27,11 +27,13 @@ class Region(NamedTuple):
             for selective checkpointing.
         stops: whether the second run ends with the last tensor that backward needs; the reentrant kind's does not.
         call: of a module, by its number, in which it begins.
+        reentrant: whether its second run is a forward and a backward of their own.
     """
 
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn
     stops: bool = True
     call: int = 0
+    reentrant: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -78,7 +80,7 @@ def _run_once(hears: Hears, run: Callable[..., Any], preserve: bool, *args: Any)
     if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
         with torch.no_grad():  # as torch's own function has no graph then
             return run(*args)
-    with _region(hears, Region(stops=False)):
+    with _region(hears, Region(stops=False, reentrant=True)):
         return run(*args)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.planner.recording.checkpointed import Region
+from lightning_par.planner.recording.told_values import Told, hear_told, kept_by
 from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of, storage_of
@@ -101,6 +102,7 @@ class Heard:
         held: ids of tensors that variables held, and what the last function made meanwhile; empty where not looked for.
         batch_values: in order, each memory once, without what the batch and the module hold themselves.
         regions: that backward runs again, in their order.
+        told: what the step logged and printed, and what modules hold of it as it ends.
     """
 
     calls: tuple[Call, ...]
@@ -109,6 +111,7 @@ class Heard:
     held: Mapping[int, int]
     batch_values: tuple[BatchValue, ...]
     regions: tuple[Region, ...] = ()
+    told: tuple[Told, ...] = ()
 
 
 class StepNotes(Surveyor):
@@ -131,7 +134,18 @@ class StepNotes(Surveyor):
         self._fixed: set[int] = set()  # ids of tensors that even the batch does not determine
         self._regions: list[Region] = []
         self._depth = 0  # of regions that are within one another
+        self._told: list[Told] = []
+        self._copy: nn.Module | None = None
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
+
+    def begin(self, copy: nn.Module) -> None:
+        super().begin(copy)
+        self._copy = copy
+        hear_told(copy, lambda value: self._tell(self.calls_made[self._running[-1]].path, tensors_in(value)))
+
+    def _tell(self, path: str, values: Sequence[Tensor]) -> None:
+        self._alive += values
+        self._told += [Told(id(x), path) for x in values]
 
     def enter_module(self, path: str, numel: int) -> None:
         super().enter_module(path, numel)
@@ -191,7 +205,10 @@ class StepNotes(Surveyor):
 
     def end(self) -> Any:
         values = tuple(self._batch_values.values())
-        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, tuple(self._regions))
+        for path, x in () if self._copy is None else kept_by(self._copy):
+            self._tell(path, [x])
+        regions, told = tuple(self._regions), tuple(self._told)
+        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, regions, told)
 
     def keeps(self) -> AbstractContextManager[Any]:
         """Around the step: tensors that autograd keeps are heard."""

@@ -161,6 +161,11 @@ class RecordedStep:
         return reached_by_backward(self)
 
     @cached_property
+    def last_needed(self) -> dict[int, int]:
+        """Of values, by their ids, the last event that a backward comes to and that takes them."""
+        return {id(x): number for number in sorted(self.reached) for x in self.events[number].inputs}
+
+    @cached_property
     def graded(self) -> frozenset[str]:
         """The first names of the parameters that a backward comes to."""
         taken = {memory_of(x) for number in self.reached for x in with_graph(self.events[number])}

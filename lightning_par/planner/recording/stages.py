@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -17,7 +17,11 @@ from lightning_par.pipeline.plan.uncalled import homes_of_uncalled
 from lightning_par.planner.recording.checkpointed import filled
 from lightning_par.planner.recording.notes import BatchValue, Heard
 from lightning_par.planner.recording.recorded import RecordedStep
+from lightning_par.planner.recording.told_values import told_values
 from lightning_par.planner.recording.updates import WeightCall, updates_of
+
+Life = tuple[Tensor, int, int]
+"""A value, the event that makes it, and the last one that takes it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,9 @@ class StageCut:
         plan: by which it was cut; None of one stage.
         unit_calls: of each event the call of a unit that it is in, by the call's number; 0: it is in none. Empty of one
             stage.
+        told: ids of the values that count as the step ends, which go on to the last stage.
+        grows: of crossing values that the batch does not determine, by their ids, how many times as many elements they
+            have on the whole batch, of which all microbatches see the size.
     """
 
     starts: tuple[int, ...]
@@ -44,6 +51,8 @@ class StageCut:
     updates: tuple[WeightCall, ...] = ()
     plan: StagePlan | None = None
     unit_calls: tuple[int, ...] = ()
+    told: frozenset[int] = frozenset()
+    grows: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -93,12 +102,19 @@ def cut_stages(
     heard: Heard = step.recording.heard
     values = tuple(x for x in heard.batch_values if units[x.call] is None)
     homes = {**plan.homes, **homes_of_uncalled(module, plan.homes)}
-    updates = updates_of(step, lambda number: (note := step.notes[number]) is None or units[note.call] is None)
+
+    def outside(number: int) -> bool:
+        return (note := step.notes[number]) is None or units[note.call] is None
+
+    updates = updates_of(step, outside)
     apart = {call.event for call in updates}
-    return StageCut(
-        starts, _held(step, homes, starts, apart), tuple(_across(step, start, apart) for start in starts), values,
-        (*homes,), updates, plan, filled([None if note is None else units[note.call] or 0 for note in step.notes], 0),
-    )  # fmt: skip
+    told = told_values(step, lambda path: any(f"{path}.".startswith(f"{unit}.") for unit in plan.homes), outside)
+    noted = [None if note is None else units[note.call] or 0 for note in step.notes]
+    lives = sorted((*step.lives, *_handed_out(step, noted)), key=lambda life: life[1])
+    crossing = tuple(_across(lives, start, apart, told) for start in starts)
+    calls = filled(noted, 0)
+    held, grows = _held(step, homes, starts, apart), {} if like is None else _grows(step, crossing, like.crossing)
+    return StageCut(starts, held, crossing, values, (*homes,), updates, plan, calls, told, grows)
 
 
 def _unit_calls(step: RecordedStep, plan: StagePlan) -> dict[int, int | None]:
@@ -147,7 +163,40 @@ def _held(
     return tuple(tuple(name for name in order if stage in homes[name]) for stage in range(len(starts)))
 
 
-def _across(step: RecordedStep, start: int, apart: Collection[int]) -> tuple[Tensor, ...]:
-    """The values of the model that are there when the event ``start`` begins, and taken from there on, but for what is
-    made ``apart``."""
-    return tuple(x for x, made, taken in step.lives if made < start <= taken and made not in apart)
+def _across(
+    lives: Sequence[Life], start: int, apart: Collection[int], told: Collection[int]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The values that are there when the event ``start`` begins, and taken from there on or ``told`` as the step ends,
+    but for what is made ``apart``."""
+    there = ((x, made) for x, made, taken in lives if start and (taken >= start or id(x) in told))
+    return tuple(x for x, made in there if made < start and made not in apart)
+
+
+def _handed_out(step: RecordedStep, calls: Sequence[int | None]) -> list[Life]:
+    """What units make of the batch alone, or of nothing, and others take: it comes from them as all that they return.
+
+    Args:
+        step: as recorded.
+        calls: of each event the call of a unit that it is in, by the call's number; 0: none, None: not known.
+    """
+    known = step.of_model | step.names.keys() | {id(x) for x in step.recording.batch}
+    made: dict[int, tuple[Tensor, int]] = {}
+    taken: dict[int, int] = {}
+    for number, event in enumerate(step.events):
+        for x in event.inputs:
+            if id(x) in made and calls[number] not in (None, calls[made[id(x)][1]]):
+                taken[id(x)] = number
+        for x in event.outputs if calls[number] else ():
+            if id(x) not in known:
+                made.setdefault(id(x), (x, number))
+    return [(*made[key], number) for key, number in taken.items()]
+
+
+def _grows(
+    step: RecordedStep, crossing: Sequence[Sequence[Tensor]], whole: Sequence[Sequence[Tensor]]
+) -> dict[int, float]:
+    """See `StageCut.grows`; ``whole`` is what crosses on the whole batch."""
+    if [*map(len, crossing)] != [*map(len, whole)]:
+        return {}
+    pairs = (pair for ours, theirs in zip(crossing, whole) for pair in zip(ours, theirs))
+    return {id(x): y.numel() / x.numel() for x, y in pairs if id(x) not in step.of_batch and x.numel()}

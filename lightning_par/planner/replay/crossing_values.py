@@ -13,11 +13,12 @@ from lightning_par.sharded.aliases.frames import innermost
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 
-def leaving(x: Any, tensor: Axis) -> Any:
-    """As it leaves its stage: what islands have split along ``tensor`` is gathered, tokens stay where they are."""
-    if not isinstance(x, ShardedTensor):
-        return x
-    return full(x) if x.axis is tensor else x.with_local(leaving(x.local, tensor))
+def leaving(x: Any, tensor: Axis, wanted: bool = True) -> Any:
+    """As it leaves its stage: what islands have split along ``tensor`` is gathered, tokens stay where they are; where
+    no gradient of it is ``wanted``, without a graph."""
+    if isinstance(x, ShardedTensor):
+        return full(x) if x.axis is tensor else x.with_local(leaving(x.local, tensor, wanted))
+    return x if wanted else x.detach()
 
 
 def handed_on(x: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.planner.replay.gpu_kernels import kernels
+from lightning_par.private.pytree import tree_leaves
+from lightning_par.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_par.planner.replay.replay_run import ReplayRun
@@ -27,10 +29,10 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
         end: the one behind the last.
     """
     given = {id(x): run.values[id(x)] for x in _begins(run, first, end)}
-    taken = (id(x) for event in run.step.events[first:end] for x in event.inputs)
-    own = run.step.names.keys() - run.parts.keys()  # what ranks store parts of is gathered again
-    weights = {key: run.values[key] for key in taken if key in own and key in run.values}
-    last = {number: list(keys) for number, keys in run.last.items() if first <= number < end}
+    if region.reentrant and not _has_parts(run, given):
+        _run_reentrant(run, given, made, (first, end))
+        return
+    second = _Second(run, first, end)
     runs = 0
 
     def events() -> None:
@@ -39,12 +41,7 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
         if runs == 1:
             run.run_plainly(made, first, end)
             return
-        again = copy.copy(run)
-        again.is_second = True
-        again.values, again.last, again.asked = {**weights, **given}, defaultdict(list, last), []
-        again.gathers = None if run.blocks is None else run.blocks.again
-        with kernels(run.place.gpu):
-            again.run_plainly(set(), first, end)
+        second.run(given)
 
     # No generator draws for fakes, and a region that backward runs comes to what it came to.
     with set_checkpoint_early_stop(region.stops):
@@ -52,6 +49,70 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
             events, use_reentrant=False, context_fn=region.context_fn,
             preserve_rng_state=False, determinism_check="none",
         )  # fmt: skip
+
+
+def _has_parts(run: ReplayRun, given: dict[int, Any]) -> bool:
+    """Whether a region begins with tensors that are split, of which a run makes whole ones, or with weights that are
+    stored in parts, which nothing here gathers for a second run with a graph of its own."""
+    return run.blocks is not None or any(isinstance(x, ShardedTensor) for x in given.values())
+
+
+def _run_reentrant(run: ReplayRun, given: dict[int, Any], made: set[int], span: tuple[int, int]) -> None:
+    """As `run_again`, of a region whose second run has a graph of its own, from what it begins with to what it makes,
+    both of which are there until that one's backward has ended."""
+    second, keys = _Second(run, *span), tuple(given)
+    outs = _ends(run, *span)
+    runs = 0
+
+    def events(*taken: Tensor) -> tuple[Tensor, ...]:
+        nonlocal runs
+        runs += 1
+        if runs > 1:
+            values = second.run(dict(zip(keys, taken)))
+            return tuple(values[key] for key in outs)
+        run.values.update(zip(keys, taken))
+        run.run_plainly(made, *span)
+        return tuple(run.values.pop(key) for key in outs)
+
+    taken = tuple(given.values())
+    given.clear()
+    found = checkpoint(events, *taken, use_reentrant=True, preserve_rng_state=False)
+    run.values.update(zip(outs, found))
+
+
+class _Second:
+    """What runs the events from ``first`` to ``end`` of ``run`` again.
+
+    Args:
+        run: that runs them first.
+        first: the first event.
+        end: the one behind the last.
+    """
+
+    def __init__(self, run: ReplayRun, first: int, end: int) -> None:
+        self._run, self._first, self._end = run, first, end
+        taken = (id(x) for event in run.step.events[first:end] for x in event.inputs)
+        own = run.step.names.keys() - run.parts.keys()  # what ranks store parts of is gathered again
+        self._weights = {key: run.values[key] for key in taken if key in own and key in run.values}
+        self._last = {number: list(keys) for number, keys in run.last.items() if first <= number < end}
+
+    def run(self, given: dict[int, Any]) -> dict[int, Any]:
+        """The values that are there in the end, beginning with those ``given``."""
+        again = copy.copy(self._run)
+        again.is_second = True
+        again.values, again.last, again.asked = {**self._weights, **given}, defaultdict(list, self._last), []
+        again.gathers = None if self._run.blocks is None else self._run.blocks.again
+        with kernels(self._run.place.gpu):
+            again.run_plainly(set(), self._first, self._end)
+        return again.values
+
+
+def _ends(run: ReplayRun, first: int, end: int) -> list[int]:
+    """Ids of the values of the model that the events make, and that are taken after them or are the step's result."""
+    step = run.step
+    result = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
+    result |= {id(one.value) for one in step.recording.ends}
+    return [id(x) for x, made, last in step.lives if first <= made < end and (last >= end or id(x) in result)]
 
 
 def _begins(run: ReplayRun, first: int, end: int) -> list[Tensor]:

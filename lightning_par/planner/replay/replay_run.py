@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from lightning_par.planner.replay.place import Place
 from lightning_par.planner.replay.regions import run_again
 from lightning_par.planner.replay.storage import Storage, store
 from lightning_par.planner.replay.untold import untold
+from lightning_par.planner.replay.weight_leaves import copy_weights, leaf_of
 from lightning_par.private.fake_tensors import unset_fake_temporarily
 from lightning_par.private.graph import made_by
 from lightning_par.private.pytree import tree_leaves, tree_map
@@ -95,8 +96,9 @@ class ReplayRun:
         ends |= {id(end.value) for end in step.recording.ends}
         # by variables of the user's code, which stages don't run as written
         held = step.held_until if cut is not None and cut.count == 1 else {}
+        told: Collection[int] = () if cut is None else cut.told
         for x, _, last in step.lives:
-            if id(x) not in ends:
+            if id(x) not in ends and id(x) not in told:
                 self.last[max(last, held.get(id(x), last))].append(id(x))
         self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
         for x in step.recording.parameters.values():
@@ -104,7 +106,7 @@ class ReplayRun:
         # what the step asks gradients of itself, as of a batch: what is made of it is looked at, too
         for x in (x for event in step.events for x in event.inputs if id(x) not in step.of_model):
             if id(x) not in self.values and x.requires_grad and x.is_leaf:
-                self.values[id(x)] = _leaf(torch.empty_like(x), True, False)
+                self.values[id(x)] = leaf_of(torch.empty_like(x), True, False)
         self.parts: dict[int, Tensor] = {}  # of parameters that are stored in parts, by their ids
         self.blocks: GatheredBlocks | None = None
         if storage is not None:
@@ -120,11 +122,11 @@ class ReplayRun:
         positions = dealt.positions.get(key) if self.tensor.size > 1 else None
         with self.fake:
             if positions is None:
-                return _leaf(torch.empty_like(x), x.requires_grad)
+                return leaf_of(torch.empty_like(x), x.requires_grad)
             dim = dealt.search.found[key].dim
             shape = [*x.shape]
             shape[dim] = positions.count(self.tensor.rank)
-            part = _leaf(torch.empty(shape, dtype=x.dtype, device=x.device), x.requires_grad)
+            part = leaf_of(torch.empty(shape, dtype=x.dtype, device=x.device), x.requires_grad)
             sharded = ShardedTensor(part, dim, positions, self.tensor)
             mark_parameter(sharded)
             return sharded
@@ -148,7 +150,7 @@ class ReplayRun:
             leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else innermost(self.values[id(x)])
             # what backward makes of it is added to what is there
             leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
-        taken = [x for x, begin, last in self.step.lives if begin < first <= last]
+        taken = self._taken(number)
         here = [innermost(self.values.get(id(x), x)) for x in taken]
         arrived = [inner for x, inner in zip(taken, here)
                    if id(x) in self.values and inner.requires_grad and made_by(inner) is None]  # fmt: skip
@@ -162,17 +164,19 @@ class ReplayRun:
         shares = number in self.place.shared
         with ledger() as moved, torch.autocast("cpu", enabled=False) if shares else nullcontext():
             if shares:
-                _copy_weights([*leaves.values()], self.step.autocast)
+                copy_weights([*leaves.values()], self.step.autocast)
             with counted("F"), casting(self.step.autocast):
                 self._forward(made, first, end)
-                for x in self._crossing(made, end):
-                    self.values[id(x)] = leaving(self.values[id(x)], self.tensor)
-            roots, grads, after = self._ends(made, end)
+                for x in (leave := [x for x in self._taken(number + 1) if id(x) in made]):
+                    self.values[id(x)] = leaving(self.values[id(x)], self.tensor, self._goes_back(x, end))
+            roots, grads, after = self._ends(made, leave)
             if self.blocks is not None:
                 after = {}  # nothing follows: there is one stage
             after |= {key: x for key, x in came.items() if key in self.values}  # which only pass through
             held = self._backward(roots, grads, arrived, after, counted)
-        values = tuple(Taken(nbytes(y), x.requires_grad, held.get(id(y), 0)) for x, y in zip(taken, here))
+        grows: Mapping[int, float] = {} if self.cut is None else self.cut.grows
+        sizes = [round(nbytes(y) * grows.get(id(x), 1)) for x, y in zip(taken, here)]
+        values = tuple(Taken(size, x.requires_grad, held.get(id(y), 0)) for size, x, y in zip(sizes, taken, here))
         found = {"sequence": 0.0, "tensor": 0.0, TAKEN: float(sum(x.nbytes for x in values))}
         found[RETURNED] = float(sum(x.nbytes for x in values if x.wanted))
         for transfer in moved.transfers:
@@ -255,14 +259,17 @@ class ReplayRun:
             return dispatch(event.func, args, kwargs)
         return run_on_fakes(self.fake, event.func, args, kwargs)[0]
 
-    def _crossing(self, made: set[int], end: int) -> list[Tensor]:
-        """What of ``made`` stages behind the event ``end`` take."""
-        return [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
+    def _taken(self, number: int) -> tuple[Tensor, ...]:
+        """What the stage ``number`` takes of the one before it."""
+        return () if self.cut is None or number >= self.cut.count else self.cut.crossing[number]
 
-    def _ends(self, made: set[int], end: int) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
+    def _goes_back(self, x: Tensor, first: int) -> bool:
+        """Whether a gradient of ``x`` comes back from the stages that begin with the event ``first``."""
+        return self.step.last_needed.get(id(x), -1) >= first
+
+    def _ends(self, made: set[int], outs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
         """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew: what
         this one began with holds the whole graph."""
-        outs = self._crossing(made, end)
         recording = self.step.recording
         last = (*tree_leaves(recording.result), *(one.value for one in recording.ends))
         loss = [x for x in last if isinstance(x, Tensor) and id(x) in made]
@@ -294,17 +301,3 @@ class ReplayRun:
 
     def _value(self, x: Any) -> Any:
         return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
-
-
-def _copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
-    """Let autocast copy what it will find again as long as the outermost of its contexts is open."""
-    with torch.no_grad(), casting(dtype):
-        for x in leaves:
-            if x.ndim and x.is_floating_point():
-                torch.matmul(x, x.new_empty(x.shape[-1], 0))
-
-
-def _leaf(x: Tensor, trained: bool, parameter: bool = True) -> Tensor:
-    x.requires_grad_(trained)
-    mark_parameter(x, parameter)
-    return x

@@ -1,0 +1,26 @@
+"""Weights of a run by the rules: leaves of its graph, and what autocast makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_par.planner.recording.recorded import casting
+from lightning_par.private.tensors import mark_parameter
+
+
+def leaf_of(x: Tensor, trained: bool, parameter: bool = True) -> Tensor:
+    """``x`` as a leaf, which is ``trained`` or not, and a ``parameter`` or not."""
+    x.requires_grad_(trained)
+    mark_parameter(x, parameter)
+    return x
+
+
+def copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
+    """Let autocast copy what it will find again as long as the outermost of its contexts is open."""
+    with torch.no_grad(), casting(dtype):
+        for x in leaves:
+            if x.ndim and x.is_floating_point():
+                torch.matmul(x, x.new_empty(x.shape[-1], 0))
