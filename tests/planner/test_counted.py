@@ -32,12 +32,12 @@ OTHERS = [
     "gan-ring", "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
     "mlp_gradient_penalty-tensor", "mlp_branches-tensor", "mlp_branches-data_tensor", "mlp_writes_in_place-tensor",
     "torch_attention-fsdp", "torch_attention_5_heads-fsdp", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp",
-    "mlp_statistics-1f1b", "torch_attention-1f1b", "torch_attention-pipeline_tensor", "hf_t5-interleaved",
+    "mlp_statistics-1f1b", "torch_attention-1f1b", "torch_attention-pipeline_tensor",
 ]  # fmt: skip
 """Steps that run backward or ask gradients themselves; experts, which get as many tokens in all as was said; layers
 that look alike, of whose values different things become; a view of a weight that a call within another uses; a tied
-embedding, of which the module that it is named by is not called; stages whose values end in buffers, have the size
-of the whole batch though nothing of it, or are of the batch alone and come from a layer."""
+embedding, of which the module that it is named by is not called; stages whose values end in buffers, or have the
+size of the whole batch though nothing of it."""
 
 
 @slow(but=["mlp_branches-tensor", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp", "mlp_statistics-1f1b"])

@@ -20,9 +20,6 @@ from lightning_par.planner.recording.recorded import RecordedStep
 from lightning_par.planner.recording.told_values import told_values
 from lightning_par.planner.recording.updates import WeightCall, updates_of
 
-Life = tuple[Tensor, int, int]
-"""A value, the event that makes it, and the last one that takes it."""
-
 
 @dataclass(frozen=True, eq=False)
 class StageCut:
@@ -109,10 +106,8 @@ def cut_stages(
     updates = updates_of(step, outside)
     apart = {call.event for call in updates}
     told = told_values(step, lambda path: any(f"{path}.".startswith(f"{unit}.") for unit in plan.homes), outside)
-    noted = [None if note is None else units[note.call] or 0 for note in step.notes]
-    lives = sorted((*step.lives, *_handed_out(step, noted)), key=lambda life: life[1])
-    crossing = tuple(_across(lives, start, apart, told) for start in starts)
-    calls = filled(noted, 0)
+    calls = filled([None if note is None else units[note.call] or 0 for note in step.notes], 0)
+    crossing = tuple(_across(step, start, apart, told) for start in starts)
     held, grows = _held(step, homes, starts, apart), {} if like is None else _grows(step, crossing, like.crossing)
     return StageCut(starts, held, crossing, values, (*homes,), updates, plan, calls, told, grows)
 
@@ -164,32 +159,12 @@ def _held(
 
 
 def _across(
-    lives: Sequence[Life], start: int, apart: Collection[int], told: Collection[int]
+    step: RecordedStep, start: int, apart: Collection[int], told: Collection[int]
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The values that are there when the event ``start`` begins, and taken from there on or ``told`` as the step ends,
-    but for what is made ``apart``."""
-    there = ((x, made) for x, made, taken in lives if start and (taken >= start or id(x) in told))
+    """The values of the model that are there when the event ``start`` begins, and taken from there on or ``told`` as
+    the step ends, but for what is made ``apart``."""
+    there = ((x, made) for x, made, taken in step.lives if start and (taken >= start or id(x) in told))
     return tuple(x for x, made in there if made < start and made not in apart)
-
-
-def _handed_out(step: RecordedStep, calls: Sequence[int | None]) -> list[Life]:
-    """What units make of the batch alone, or of nothing, and others take: it comes from them as all that they return.
-
-    Args:
-        step: as recorded.
-        calls: of each event the call of a unit that it is in, by the call's number; 0: none, None: not known.
-    """
-    known = step.of_model | step.names.keys() | {id(x) for x in step.recording.batch}
-    made: dict[int, tuple[Tensor, int]] = {}
-    taken: dict[int, int] = {}
-    for number, event in enumerate(step.events):
-        for x in event.inputs:
-            if id(x) in made and calls[number] not in (None, calls[made[id(x)][1]]):
-                taken[id(x)] = number
-        for x in event.outputs if calls[number] else ():
-            if id(x) not in known:
-                made.setdefault(id(x), (x, number))
-    return [(*made[key], number) for key, number in taken.items()]
 
 
 def _grows(

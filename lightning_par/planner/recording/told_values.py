@@ -18,8 +18,6 @@ from lightning_par.trial.recording import metric_update
 if TYPE_CHECKING:
     from lightning_par.planner.recording.recorded import RecordedStep
 
-_OF_MODULES = ("_modules", "_parameters")
-
 
 class Told(NamedTuple):
     """A value that is told or kept.
@@ -56,8 +54,8 @@ def hear_told(copy: nn.Module, tell: Callable[[Any], None]) -> None:
 def kept_by(copy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The values that attributes of modules hold as the step ends, each with the name of the module."""
     for path, module in copy.named_modules():
-        for name, value in vars(module).items():
-            for x in tensors_in(value) if name not in _OF_MODULES else ():
+        for value in vars(module).values():
+            for x in tensors_in(value):
                 if is_fake(x) and not isinstance(x, nn.Parameter):
                     yield path, x
 
