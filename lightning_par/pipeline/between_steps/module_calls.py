@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting, refuse_alone
+from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
@@ -47,7 +48,7 @@ class _Told:
     drawn: bytes | None = None
     logs: list[LogRecord] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
-    failure: str | None = None
+    failure: Exception | None = None
 
 
 class Outside:
@@ -138,6 +139,7 @@ class Outside:
 
     def _joint(self) -> JointGradients:
         if self._gradients is None:
+            self._placement.follow(self._module.named_parameters())
             self._gradients = JointGradients(self._module, self._placement, self.axis, self.meeting)
             for told in self.tell_alone:
                 told(self._gradients)
@@ -193,34 +195,42 @@ class Outside:
         shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
         refuse_alone(self.axis, f"calls {path!r} outside a step")
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
-        told, error = _Told(), None
+        told = _Told()
         changes = UnitChanges(path, unit, self._within, self._packages)
         known = given.known(self._sharding, late=changes.objects)
         if self.axis.rank in holders:
             changes.look()
-            told, error = self._run(original, args, kwargs, given)
-        if self.axis.rank == holders[0] and told.failure is None:
+            told = self._run(original, args, kwargs, given)
+        raised = told.failure
+        if self.axis.rank == holders[0]:
+            known = changes.known(known)
             try:
-                told.left = changes.left(changes.known(known), self.device)
+                told.left = changes.left(known, self.device)
             except TypeError as refused:
-                told, error = _Told(failure=str(refused)), refused
+                told = _Told(failure=refused)
+                raised = refused
+            told.failure = self._to_be_sent(told.failure, f"{path!r} failed on pipeline rank {holders[0]}", known)
         told = broadcast_batch(told, self.axis, self.device, holders[0], detach=True, purpose="outside", known=known)
-        if told.failure is not None:
-            raise error or RuntimeError(f"{path!r} failed on pipeline rank {holders[0]}: {told.failure}")
-        if self.axis.rank not in holders:
-            assert told.left is not None
+        if self.axis.rank not in holders and told.left is not None:
             changes.put(told.left, self.axis.rank, holders[0])
             given.do(told.done)
             if told.drawn is not None:
                 generators.unpack_state(told.drawn)
         log_and_say(told.logs, told.said, self._module)
+        if told.failure is not None:
+            raise raised or told.failure
         of = [x for x in (*given.tensors.values(), *unit.parameters()) if x.requires_grad]
         return map_tensors(partial(_linked, of), told.result) if torch.is_grad_enabled() and of else told.result
 
-    def _run(
-        self, original: Callable[..., Any], args: Any, kwargs: Any, given: Given
-    ) -> tuple[_Told, Exception | None]:
-        """Call the unit here, and note what it did beside computing."""
+    def _to_be_sent(self, error: Exception | None, what: str, known: Known) -> Exception | None:
+        """``error`` of this rank as the others raise it, whose code may wait for it: in other words where it can't be
+        sent."""
+        if error is None or refusal(error, self.device, known) is None:
+            return error
+        return RuntimeError(f"{what}: {type(error).__name__}: {error}")
+
+    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any, given: Given) -> _Told:
+        """Call the unit here, and note what it did beside computing, also before it failed."""
         start, told, memory = generators.global_state(), _Told(), given.watched()
         self._steps += 1  # units within this one run as they are
         unseen = contextlib.nullcontext() if self._gradients is None else self._gradients.unseen()
@@ -229,16 +239,16 @@ class Outside:
             with unseen, LayersHeard(self._module, recorder), contextlib.nullcontext() if given.counts else memory:
                 told.result = original(*args, **kwargs)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            return _Told(failure=f"{type(error).__name__}: {error}"), error
+            told.failure = error
         finally:
             self._steps -= 1
         why = refusal((told.logs, told.said), self.device)
         if why is not None:
             refused = f"What it logs or gives to a logger can't be sent to the other ranks of the pipeline: {why}."
-            return _Told(failure=refused), TypeError(refused)
+            return _Told(failure=TypeError(refused))
         told.done = given.done(memory.settle(0))
         told.drawn = None if generators.same_global_state(start) else generators.packed_state()
-        return told, None
+        return told
 
 
 def _linked(of: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -172,6 +172,38 @@ def test_of_layers_in_parts_it_is_whole(how: str, pool: Pool) -> None:
     check(pool, _capture, how, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, world=4)
 
 
+class Interrupted(Captures):
+    """Ends a call by an exception of its own, once a layer within has returned."""
+
+    def seen(self) -> list[Tensor]:
+        class EnoughError(Exception):
+            pass
+
+        kept: list[Tensor] = []
+
+        def hook(layer: nn.Module, given: Any, output: Tensor) -> None:
+            kept.append(output.detach())
+            raise EnoughError(output.detach()) if self.how == "own" else ValueError("enough")
+
+        handle = self.net[1][0].register_forward_hook(hook)
+        with torch.no_grad(), pytest.raises(EnoughError if self.how == "own" else ValueError) as raised:
+            self(torch.ones(2, 6, dtype=torch.float64))
+        handle.remove()
+        return [*kept, *[x for x in raised.value.args if isinstance(x, Tensor)], *self.kept]
+
+
+def _interrupt(how: str, layout: dict[str, Any]) -> Any:
+    return trained(Interrupted(how), loader(8), partial(HybridParallelStrategy, **layout), max_epochs=1)
+
+
+@slow("torch's")
+@pytest.mark.parametrize("how", ["own", "torch's"])
+def test_what_hooks_raise_between_steps_is_raised_on_all_ranks_and_what_they_kept_is_there(
+    how: str, pool: Pool
+) -> None:
+    check(pool, _interrupt, how, {"pipeline_parallel_size": 2})
+
+
 class Refused(Captures):
     def seen(self) -> list[Tensor]:
         kept: list[Any] = []
