@@ -72,6 +72,7 @@ class StagesPart(Part):
         self._outside: Outside | None = None
         self._unverified = False
         self._late: LateWrites | None = None  # into weights, behind the step that has run
+        self._followed: list[tuple[str, nn.Parameter]] = []  # the parameters' names, as the last step had them
         self._by_unit: dict[str, bool] = {}  # steps that have no schedule, and whether for good
 
     # --------------------------------------------------------------------------------------------------- around a run
@@ -113,11 +114,13 @@ class StagesPart(Part):
         sharding = self.groups.sharding
         self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting, sharding)
         engine.update_weights = self._outside.update_weights
+        began = frozenset(name for name, _ in first.module.named_parameters(remove_duplicate=False))
+        placement = self.spread.placement
         engine.leaves = KeptLeaves(
             first.module,
             axis,
             Meeting(axis, self.wanted.timeout, "leaves"),
-            frozenset(name for name, _ in first.module.named_parameters(remove_duplicate=False)),
+            lambda name: name in began or placement.knows(name),
         )
         self.engine, self._module = engine, first.module
         self._held = HeldModules(first.module, engine.programs.stages.homes)
@@ -131,6 +134,7 @@ class StagesPart(Part):
         if self._module is None:
             return None
         axis, placement = self.groups.pipeline, self.spread.placement
+        placement.follow(self._module.named_parameters())
         places = {id(p): placement.of(name, axis.size) for name, p in self._module.named_parameters()}
         return StagePlaces(
             axis, lambda p: place if len(place := places.get(id(p), ())) in range(1, axis.size) else None
@@ -216,7 +220,11 @@ class StagesPart(Part):
         """
         module = step.module
         engine = self._prepared(step)
-        held = _trained_here(engine.programs.tree.parameters())
+        parameters = engine.programs.tree.parameters()
+        if parameters is not self._followed:  # the same list where nothing has changed
+            self.spread.placement.follow(parameters)
+            self._followed = parameters
+        held = _trained_here(parameters)
         if self.storage is not None and self.storage.throughout:
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:

@@ -7,7 +7,7 @@ changed in place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Placement:
     Args:
         holders: first name of a parameter or buffer, as in ``named_parameters()`` and ``named_buffers()``, to ascending
             indices along the pipeline axis. Tensors that are not named are held by all.
+        parameters: that the module had when `follow` saw it last, by id, each with the name that it was placed by.
 
     Example::
 
@@ -41,14 +42,31 @@ class Placement:
     """
 
     holders: Mapping[str, tuple[int, ...]]
+    parameters: dict[int, tuple[Tensor, str]] = field(default_factory=dict, compare=False, repr=False)
+    _renamed: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """The parameters have these names now: one that a run registers anew, as pruning does, stays where it is."""
+        found = {}
+        for name, x in named:
+            _, first = self.parameters.get(id(x), (x, name))
+            found[id(x)] = x, first
+            if name not in self.holders and first in self.holders:
+                self._renamed[name] = first
+        self.parameters.clear()
+        self.parameters.update(found)
+
+    def knows(self, name: str) -> bool:
+        """Whether some ranks are known to hold ``name``."""
+        return name in self.holders or name in self._renamed
 
     def first(self, name: str) -> int:
         """The index of the first rank that holds ``name``."""
-        return self.holders.get(name, (0,))[0]
+        return self.of(name, 1)[0]
 
     def of(self, name: str, size: int) -> tuple[int, ...]:
         """The indices of the ranks that hold ``name``, of ``size`` ranks."""
-        return self.holders.get(name, tuple(range(size)))
+        return self.holders.get(self._renamed.get(name, name), tuple(range(size)))
 
 
 def place(module: nn.Module, stages: Stages, program: Program | None) -> Placement:
@@ -64,7 +82,7 @@ def place(module: nn.Module, stages: Stages, program: Program | None) -> Placeme
     last = {stages.last}
     holders = {name: tuple(sorted(ranks.get(id(p), last))) for name, p in module.named_parameters()}
     holders |= {name: tuple(sorted(ranks[id(b)])) for name, b in module.named_buffers() if id(b) in ranks}
-    return Placement(holders)
+    return Placement(holders, {id(p): (p, name) for name, p in module.named_parameters()})
 
 
 class Once:

@@ -44,7 +44,7 @@ class KeptLeaves:
         module: the LightningModule.
         axis: the pipeline axis.
         meeting: of its ranks.
-        placed: the names of the parameters that the run began with.
+        placed: whether the run began with a parameter, which may have had another name.
 
     Example::
 
@@ -54,7 +54,7 @@ class KeptLeaves:
         kept.refuse_others(memo)
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, meeting: Meeting, placed: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, axis: Axis, meeting: Meeting, placed: Callable[[str], bool]) -> None:
         self._tree, self._axis, self._meeting, self._placed = ModuleTree(module), axis, meeting, placed
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._registered: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ class KeptLeaves:
     def _since_registered(self) -> dict[str, Tensor]:
         parameters = self._tree.parameters()
         if parameters is not self._parameters:
-            new = {name: p for name, p in parameters if name not in self._placed}
+            new = {name: p for name, p in parameters if not self._placed(name)}
             self._elsewhere = frozenset((name,) for name, p in new.items() if is_elsewhere(p))
             self._registered = {name: leaf(p) for name, p in new.items() if not is_elsewhere(p)}
             self._parameters = parameters

@@ -145,10 +145,13 @@ class StepGradients:
 
     def _with_gradient(self, own: Mapping[Tensor, Tensor | None]) -> set[str]:
         """The names of those that have a gradient, as this rank's ``own`` or once it is summed."""
-        found, named, module = self._found, self._named, self._engine.module
-        parts = {name: leaf(p) for name, p in module.named_parameters()}  # stored parameters have theirs there
+        found, named, parts = self._found, self._named, self._parts()
         places = {n: (own[p], found.get(p), found.get(parts.get(n, p))) for n, p in named.items()}
         return {n for n, there in places.items() if any(x is not None for x in there)}
+
+    def _parts(self) -> dict[str, Tensor]:
+        """By name what has the gradient of a parameter once it is summed: of a stored one, the part of it."""
+        return {name: leaf(p) for name, p in self._engine.module.named_parameters()}
 
     def land(self) -> None:
         """Wait for the averages, once the step's messages are done: gradients may share memory with these."""
@@ -166,13 +169,12 @@ class StepGradients:
 
     def _delivered_in_turn(self, loss: Tensor, grads: list[tuple[Tensor, Tensor]], order: list[int]) -> Tensor:
         """Each parameter in the order of backward, in which hooks on them run."""
-        engine, named = self._engine, self._named
+        engine, named, parts = self._engine, self._named, self._parts()
         place, given = {key: n for n, key in enumerate(order)}, {id(p): (p, g) for p, g in grads}
+        there = {n: id(x) for n, p in named.items() for x in (p, parts.get(n, p)) if id(x) in given}
         # those that no backward of this rank has reached come last
-        names = sorted(
-            (n for n, p in named.items() if id(p) in given), key=lambda n: place.get(id(named[n]), len(place))
-        )
+        names = sorted(there, key=lambda n: place.get(id(named[n]), len(place)))
         counts = {name: engine.programs.holds(name)[0] for name in names}
         aside = {name: rank for name, rank in counts.items() if rank != engine.axis.rank}
-        ordered = {name: given[id(named[name])] for name in names}
+        ordered = {name: given[there[name]] for name in names}
         return engine.in_backward.in_turn(self._ready.program, loss, ordered, self._scale, aside)

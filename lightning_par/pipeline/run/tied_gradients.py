@@ -65,8 +65,7 @@ class TiedGradients:
         parameters = self._tree.parameters()
         if not self._are_any and not any(map(isinstance, map(itemgetter(1), parameters), repeat(Stored))):
             return grads
-        known = self._placement.holders
-        held = {name: p for name, p in parameters if name in known and in_use(p) in grads}
+        held = {name: p for name, p in parameters if self._placement.knows(name) and in_use(p) in grads}
         like = {name: in_use(p) for name, p in held.items()}
         named = {name: grads[x] for name, x in like.items()}
         summed = sum_over_holders(named, self._placement, self._axes, like)
