@@ -27,6 +27,10 @@ from lightning_par.private.fake_tensors import FakeTensor
 
 _PLAIN = (Tensor, FakeTensor)  # fakes in dry runs alone
 _WORDS = frozenset((int, float, bool, str, type(None)))
+_STANDING = (
+    "A value that stood for another stage's in a trial of the step has come into what is kept, as by a hook within a "
+    "layer: it can't be sent to the other ranks. Let the layer return the value, or use TensorParallelStrategy."
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ def broadcast_batch(
         return batch
     if axis.tells(source):
         packed = packed or pack(batch, device, detach, known)
+        if not axis.dry and any(isinstance(x, FakeTensor) for x in packed.tensors):  # nothing would leave
+            packed = Packed(_STANDING, [], True)
     else:
         packed = Packed(None, [], True)
     tensors, copied = packed.tensors, packed.copied

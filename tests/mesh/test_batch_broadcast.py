@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_par.mesh.axis import Axis
@@ -123,6 +124,19 @@ def test_what_cannot_be_sent_is_refused_on_every_rank(pool: Pool) -> None:
         pool.run(2, _unpicklable)
     assert all("A batch of type dict can't be sent" in report for report in caught.value.reports.values())
     assert len(caught.value.reports) == 2
+
+
+def _of_a_trial() -> None:
+    broadcast_batch(
+        {"a": torch.ones(1), "b": FakeTensorMode().from_tensor(torch.ones(2))}, _world(), torch.device("cpu")
+    )
+
+
+def test_a_value_of_a_trial_is_refused_on_every_rank(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, _of_a_trial)
+    for rank in range(2):
+        assert "A value that stood for another stage's in a trial" in failed.value.reports[rank]
 
 
 def test_one_rank_keeps_its_batch_as_it_is() -> None:
