@@ -227,4 +227,4 @@ class Attends(L.LightningModule):
 def test_what_would_gather_in_a_run_is_not_told_as_if_one_were_on(caplog: pytest.LogCaptureFixture) -> None:
     layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     assert plan(Attends, torch.ones(8, 6, 16), "4xH100", devices=4, layout=layout).layouts
-    assert not caplog.records
+    assert not [one for one in caplog.records if one.name.startswith("lightning_par")]
