@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.told_changes import Changed, Told, leave_what_cannot_travel
+from lightning_par.pipeline.effects.unit_reach import add_hooks
 from lightning_par.pipeline.effects.user_hooks import ADVICE, words
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell, Removed
@@ -71,9 +72,7 @@ class UnitChanges:
         state = Snapshot([], self._packages, self._apart, hooks=False)
         state.add_units(self._modules)
         self._held = set(state.cells)
-        for name, m in self._modules if self.hooks else ():
-            for n, hook in enumerate(hooks_on(m)):
-                state.add(f"hook {n} of {name}", hook)
+        add_hooks(state, self._modules)
         for n, hook in enumerate(hooks_on_all()):
             state.add(f"hook {n} of all modules", hook)
         return state.compare_contents()

@@ -59,15 +59,20 @@ LENT = "argument "
 """What the names of modules that a unit is given begin with."""
 
 
+def add_hooks(state: Snapshot, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Look at what the user's hooks on ``modules`` hold."""
+    for name, m in modules:
+        for n, hook in enumerate(hooks_on(m)):
+            state.add(f"hook {n} of {name}", hook)
+
+
 def state_of(unit: nn.Module, path: str, packages: frozenset[str], lent: Sequence[nn.Module] = ()) -> Snapshot | None:
     """All that code which runs in a unit reaches, modules ``lent`` to it too; None if none of it is the user's."""
     inner = users_within(unit, path, packages)
     if not inner and not hooks_on_all():
         return None
     state = Snapshot([], packages)
-    for name, m in inner:
-        for n, hook in enumerate(hooks_on(m)):
-            state.add(f"hook {n} of {name}", hook)
+    add_hooks(state, inner)
     state.add_units(inner)
     state.add_modules([(f"{LENT}{n} of {path}", m) for n, m in enumerate(lent)])
     return state.compare_contents()

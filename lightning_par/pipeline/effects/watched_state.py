@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.trainer_state import look_at_trainer
-from lightning_par.pipeline.effects.unit_reach import users_within
+from lightning_par.pipeline.effects.unit_reach import add_hooks, users_within
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.lightning_modules import trainer_of
@@ -204,9 +204,7 @@ class WatchedState:
         snapshot.add_units(self._outer)
         for kind in (*self._classes.values(), *(type(m) for _, m in self._inner)):
             snapshot.add(kind.__qualname__, kind)
-        for name, m in self._inner:
-            for n, hook in enumerate(hooks_on(m)):
-                snapshot.add(f"hook {n} of {name}", hook)
+        add_hooks(snapshot, self._inner)
         within = {name: m for name, m in self.lightning_module.named_modules() if id(m) in self._units}
         snapshot.cells[ModesCell.NAME] = ModesCell(within)
         trainer = trainer_of(self.lightning_module)

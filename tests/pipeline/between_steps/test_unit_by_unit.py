@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -90,18 +91,18 @@ class Averaged(Net):
             p.copy_(values[name])
 
 
-def averaged(layout: dict[str, Any]) -> Any:
-    module = Averaged()
+def evaluated(kind: Callable[[], Net], samples: int, layout: dict[str, Any]) -> Any:
+    module = kind()
     strategy = HybridParallelStrategy(**layout) if surface.world_size() > 1 else "auto"
     run = surface.trainer(must_split=False, strategy=strategy, max_epochs=2)
-    run.fit(module, loader(12), loader(8))
+    run.fit(module, loader(samples), loader(8))
     return {"metrics": metrics(run), "weights": weights(module)}
 
 
 @slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_step_that_swaps_weights_of_all_stages_is_one_devices(layout: dict[str, Any], pool: Pool) -> None:
-    check(pool, averaged, layout, world=prod(layout.values()))
+    check(pool, evaluated, Averaged, 12, layout, world=prod(layout.values()))
 
 
 class Caches(nn.Module):
@@ -142,15 +143,7 @@ class Generates(Net):
             layer.on = False
 
 
-def generated(layout: dict[str, Any]) -> Any:
-    module = Generates()
-    strategy = HybridParallelStrategy(**layout) if surface.world_size() > 1 else "auto"
-    run = surface.trainer(must_split=False, strategy=strategy, max_epochs=2)
-    run.fit(module, loader(8), loader(8))
-    return {"metrics": metrics(run), "weights": weights(module)}
-
-
 @slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_caches_that_layers_fill_in_a_validation_step_are_one_devices(layout: dict[str, Any], pool: Pool) -> None:
-    check(pool, generated, layout, world=prod(layout.values()))
+    check(pool, evaluated, Generates, 8, layout, world=prod(layout.values()))
