@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.absent.unread import Unread
 from lightning_par.checkpoint.buffers import GivenUp
+from lightning_par.optim.away_results import AwayResults
 from lightning_par.optim.closures import Call, with_closures
 from lightning_par.optim.following import Following
 from lightning_par.optim.remote_state import StatesAway
@@ -88,7 +89,7 @@ class _Adopted:
         self.is_by_parameter = runs_torchs_step(optimizer, optimizer.step, BY_PARAMETER)
         self._can_be_followed: bool | None = None  # not known before the first step
         self._within = False  # a step, and not its closure
-        self._away = StatesAway()
+        self._away, self._results = StatesAway(), AwayResults()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -170,7 +171,7 @@ class _Adopted:
     def _on_stages(self, args: Any, kwargs: dict[str, Any]) -> Any:
         assert self.stages is not None
         try:
-            return self._inside(FollowingStages(self.stages, self.optimizer, self._away), args, kwargs)
+            return self._inside(FollowingStages(self.stages, self.optimizer, self._away, self._results), args, kwargs)
         except Exception as error:
             if not self._is_out_of_sight(error):
                 raise

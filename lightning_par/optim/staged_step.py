@@ -21,13 +21,14 @@ from lightning_par.absent.origin import Origin
 from lightning_par.mesh.broadcast import send_to_all
 from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.mesh.host_values import on_device
+from lightning_par.optim.away_results import AwayResults, on_meta
 from lightning_par.optim.following import Following
 from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.remote_state import StatesAway, steps_over_stages
 from lightning_par.optim.value_places import Place, StagePlaces, covers, find_places, innermost, mark, place_of, unmark
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
-from lightning_par.sharded.functions import LIKE_ANOTHER, PRECISIONS
+from lightning_par.sharded.functions import LIKE_ANOTHER
 from lightning_par.sharded.rules.gather_report import on_send
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
@@ -43,12 +44,14 @@ class FollowingStages(Following):
         stages: who holds what.
         optimizer: whose step it is.
         away: what is kept of its state between steps.
+        results: of functions on what is elsewhere, as its steps so far had them.
     """
 
     brings_what_is_elsewhere = True
 
-    def __init__(self, stages: StagePlaces, optimizer: Optimizer, away: StatesAway) -> None:
+    def __init__(self, stages: StagePlaces, optimizer: Optimizer, away: StatesAway, results: AwayResults) -> None:
         super().__init__()
+        self._results = results
         self.axis, self._stages, self._optimizer, self._away = stages.axis, stages, optimizer, away
         self._gradients_known = False
         self._memories: dict[int, tuple[Origin, Tensor]] = {}  # of copies whose address may be known, by the origin
@@ -130,7 +133,9 @@ class FollowingStages(Following):
             args, kwargs = tree_map(lambda x: sent.get(id(x), x), (args, kwargs))
         self._gradients_known &= function.name != "backward"  # a backward makes new ones
         if self.axis.rank not in home:
-            return _away(func, function, args, kwargs, Origin("a tensor of the optimizer's", home, self.axis))
+            return self._results.away(
+                func, function, args, kwargs, Origin("a tensor of the optimizer's", home, self.axis)
+            )
         result = self._here(func, args, kwargs)
         if isinstance(result, Tensor):
             mark(result, home)
@@ -255,7 +260,7 @@ class FollowingStages(Following):
                 continue
             some = [[x[i] for i in chosen] if is_list else x for x, is_list in zip(given, lists)]
             rest = dict(zip(named, some[len(args) :]))
-            made = self._here(func, some[: len(args)], rest) if here else _on_meta(func, some[: len(args)], rest)
+            made = self._here(func, some[: len(args)], rest) if here else on_meta(func, some[: len(args)], rest)
             for i, x in zip(chosen, made if not function.writes else ()):
                 origin = Origin("a tensor of the optimizer's", homes[i] or (), self.axis)
                 results[i] = x if here else Elsewhere(x.shape, x.dtype, given[0][i].device, origin)
@@ -287,30 +292,3 @@ def _stays(function: Function, args: Any, kwargs: Any) -> bool:
     if function.name == "__getitem__":
         return not any(isinstance(x, Tensor) for x in tree_leaves(args[1:]))
     return function.kind in _STAY
-
-
-def _away(func: Any, function: Function, args: Any, kwargs: Any, origin: Origin) -> Any:
-    """What ``func`` returns where its located arguments are, without its values."""
-    if function.name in ("__setitem__", "backward"):
-        return None
-    if function.writes:
-        return args[0]
-    if function.name == "detach":
-        return Elsewhere(args[0].shape, args[0].dtype, args[0].device, args[0].origin)
-    device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere))
-    if function.name in PRECISIONS:
-        # a cast of nothing tells the device, too, which a meta tensor can't
-        like = func(torch.empty(0, dtype=args[0].dtype, device=device), *args[1:], **kwargs)
-        return Elsewhere(args[0].shape, like.dtype, like.device, origin)
-    result = _on_meta(func, args, kwargs)
-    return tree_map(
-        lambda x: Elsewhere(x.shape, x.dtype, device, replace(origin)) if isinstance(x, Tensor) else x, result
-    )
-
-
-def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    def meta(x: Any) -> Any:
-        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
-
-    args, kwargs = tree_map(meta, (args, kwargs))
-    return func(*args, **kwargs)
