@@ -6,6 +6,7 @@ one unit. What can't be cut into microbatches at all is left whole.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,8 @@ from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
-from lightning_par.strategies.entry_points import has_start_hooks
+from lightning_par.strategies.entry_points import start_hooks
+from lightning_par.trial.start_hooks import hang_hooks
 from lightning_par.trial.step import Step, loss_in
 
 if TYPE_CHECKING:
@@ -70,12 +72,16 @@ class CutSearch:
         Raises:
             ValueError: it can't be cut, or not as the user asked.
         """
+        started = replace(step, starts=True)
+        if step.batch is None or not start_hooks(step.module):
+            return self._decide(step, known)
+        if hang_hooks(step.module):
+            with contextlib.suppress(Exception):  # they may need what a trial does not have
+                return self._decide(started, None)
         try:
             return self._decide(step, known)
         except Exception:  # it may lack what `on_train_epoch_start` sets
-            if step.batch is None or not has_start_hooks(step.module):
-                raise
-            return self._decide(replace(step, starts=True), None)
+            return self._decide(started, None)
 
     def _decide(self, step: Step, known: Survey | None) -> tuple[Any, Stages, Program | None]:
         if step.batch is None:

@@ -161,7 +161,7 @@ def _twin(value: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> 
         made[id(value)] = new = _emptied(value)
         _twin_items(value, new, tensor, made)
         _twin_attributes(value, new, tensor, made)
-    elif _is_plain_object(value):
+    elif is_plain_object(value):
         made[id(value)] = new = copy.copy(value)
         if new is not value:  # as of a trainer, which is to be read only
             _twin_attributes(value, new, tensor, made)
@@ -171,7 +171,8 @@ def _twin(value: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> 
     return new
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
+    """Whether ``value`` is nothing but what its attributes hold, and no module."""
     if isinstance(value, (type, nn.Module)):
         return False
     return has_attributes(value) or hasattr(value, "__dict__") and not callable(value)

@@ -36,6 +36,28 @@ def holds(value: Any, is_meant: Callable[[Any], bool], known: Collection[int] = 
     return bool(waiting)
 
 
+def all_tensors_in(value: Any, known: Collection[int] = ()) -> list[Tensor]:
+    """The tensors in ``value``, whatever holds them there, as far as it can be looked at.
+
+    Args:
+        value: any object.
+        known: ids of objects that need not be looked into.
+
+    Example::
+
+        assert len(all_tensors_in([SimpleNamespace(x=torch.ones(1))])) == 1
+    """
+    found: list[Tensor] = []
+
+    def note(x: Any) -> bool:
+        if isinstance(x, Tensor):
+            found.append(x)
+        return False
+
+    holds(value, note, known)
+    return found
+
+
 def atoms_in(value: Any) -> list[Any] | None:
     """The numbers, strings, classes and code in ``value``, as they are met; None if it holds too much.
 

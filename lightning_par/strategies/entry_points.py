@@ -41,13 +41,12 @@ def call_start_hooks(module: Any, step: str, batch: Any) -> None:
     getattr(module, f"on_{kind}_batch_start")(batch, 0)
 
 
-def has_start_hooks(module: Any) -> bool:
-    """Whether `call_start_hooks` would call code of the user's."""
+def start_hooks(module: Any) -> list[Any]:
+    """What `call_start_hooks` would call of the user's code."""
     names = [f"on_{kind}_{when}" for kind in _KINDS.values() for when in ("start", "epoch_start", "batch_start")]
     hooks = (getattr(type(module), name, None) for name in (*names, "on_fit_start"))
-    return any(
-        hook is not None and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks
-    )
+    libraries = ("lightning.", "pytorch_lightning.")
+    return [hook for hook in hooks if hook is not None and not hook.__module__.startswith(libraries)]
 
 
 def meets_the_loss(module: Any, callbacks: Iterable[Any], precision: Any) -> bool:

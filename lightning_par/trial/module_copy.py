@@ -189,6 +189,9 @@ def _held_stand(value: Any, memo: dict[int, Any]) -> Any:
     return memo.get(id(HeldLogger if is_dummy_experiment(value) else value), value)
 
 
+_OWN = frozenset("logger loggers save_checkpoint held_loggers".split())  # attributes of a view that a run finds there
+
+
 class TrainerView:
     """The trainer as a trial run sees it: to be read, not to be changed or asked to act."""
 
@@ -208,6 +211,11 @@ class TrainerView:
     def let_note(self, noted: Callable[[str], Any]) -> None:
         """Call ``noted`` with the name of each attribute that is read."""
         vars(self)["_noted"] = noted
+
+    def assigned(self) -> list[tuple[str, Any]]:
+        """What the run has set attributes to, by name."""
+        own = {*_OWN, *HELD, *LOADERS}
+        return [(name, x) for name, x in vars(self).items() if name not in own and not name.startswith("_")]
 
     def __getattr__(self, name: str) -> Any:
         noted = vars(self).get("_noted")

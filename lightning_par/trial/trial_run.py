@@ -39,7 +39,7 @@ from lightning_par.strategies.entry_points import (
     Repeated,
     call_start_hooks,
     fetches_itself,
-    has_start_hooks,
+    start_hooks,
     step_arguments,
 )
 from lightning_par.trial.fake_functions import is_fake
@@ -112,7 +112,7 @@ def record_step(
         return best
 
     best = explored(False)
-    if best.value.stopped is not None and not best.done and has_start_hooks(module):  # it may lack what these set
+    if best.value.stopped is not None and not best.done and start_hooks(module):  # it may lack what these set
         best = max(best, explored(True), key=lambda found: found.worth)
     return best.value
 

@@ -6,23 +6,20 @@ included, applies them: the state of the modules and the trainer's results are t
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import pickle
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import Packed, broadcast_batch, pack, refusal
 from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.alone import WithoutValues, sent_alone
-from lightning_par.pipeline.effects.console import Said, SayingCall, say
+from lightning_par.pipeline.effects.console import Said, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
 from lightning_par.pipeline.effects.unsendable import unsendable
@@ -231,64 +228,3 @@ def _log(record: LogRecord, module: Any, cells: Mapping[str, Cell]) -> None:
     metric = module.get_submodule(record.value.name.removeprefix("self.")) if cell is None else cell.owner
     with with_latest(metric, record.value.cache):
         module.log(record.name, metric, *record.args, **record.kwargs)
-
-
-def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effects:
-    """The effects of a step that ran once for each microbatch, as if it had run once.
-
-    Args:
-        effects: one for each microbatch, of the same structure.
-        join: given the tensors at the same place, one for each microbatch, returns the whole one.
-
-    Returns:
-        The whole; what is no tensor is the last microbatch's.
-
-    Example::
-
-        runs = [Effects(result=torch.full((1,), float(i))) for i in range(3)]
-        assert merged(runs, torch.cat).result.tolist() == [0.0, 1.0, 2.0]
-    """
-
-    names = {key: name for x in effects for key, name in x.names.items()}
-
-    def whole(name: str) -> Any:
-        return _joined([getattr(x, name) for x in effects], join, names)
-
-    joined = {name: whole(name) for name in ("logs", "state", "places", "refused", "raised", "result")}
-    return Effects(**joined, names=names, kept=[x.kept for x in effects], said=_said([x.said for x in effects], join))
-
-
-def _said(parts: Sequence[list[Said]], join: Callable[[list[Any]], Any]) -> list[Said]:
-    """What loggers are given is joined; of the texts, which a library may say once alone, those of who said most."""
-    calls = iter(_joined([[x for x in part if isinstance(x, SayingCall)] for part in parts], join))
-    return [next(calls) if isinstance(x, SayingCall) else x for x in max(parts, key=len)]
-
-
-def _joined(values: list[Any], join: Callable[[list[Any]], Any], names: Collection[int] = ()) -> Any:
-    last = values[-1]
-    if id(last) in names and all(x is last for x in values):  # it was there before, and travels by its name
-        return last
-    if isinstance(last, Tensor):
-        return join(values)
-    if isinstance(last, dict):
-        return _filled(last, {key: _joined([value[key] for value in values], join, names) for key in last})
-    if isinstance(last, tuple) and hasattr(last, "_fields"):
-        return type(last)(*(_joined(list(items), join, names) for items in zip(*values, strict=True)))
-    if isinstance(last, (list, tuple, deque)):
-        items = [_joined(list(items), join, names) for items in zip(*values, strict=True)]
-        return deque(items, last.maxlen) if isinstance(last, deque) else type(last)(items)
-    if dataclasses.is_dataclass(last) and not isinstance(last, type):
-        new = copy.copy(last)
-        for part in dataclasses.fields(last):
-            value = _joined([getattr(value, part.name) for value in values], join, names)
-            object.__setattr__(new, part.name, value)  # of a frozen one, too
-        return new
-    return last
-
-
-def _filled(like: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the kind of ``like``, whatever its constructor wants."""
-    new = copy.copy(like)
-    for key, value in entries.items():
-        new[key] = value
-    return new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_par.pipeline.trial.deciding_numbers import answers
 from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
 from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import tensors_in, twin
+from lightning_par.python_state.referents import all_tensors_in
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.step import loss_in
 
@@ -157,7 +158,7 @@ class DryRun(RecordedRun):
         if mine != known:
             raise ChangedError("which loss it returns")
 
-    def see_outputs(self, values: Iterable[Any], printed: Iterable[Any]) -> None:
+    def see_joined(self, values: Iterable[Any], printed: Iterable[Any]) -> None:
         """The step logs, returns and stores these ``values``, and prints others.
 
         Raises:
@@ -166,8 +167,26 @@ class DryRun(RecordedRun):
         names, is_state = self.names, self.memo.is_state
         key = unjoined(values, names, self.program.joins, is_state) or unjoined(printed, names, frozenset(), is_state)
         if key is not None:
-            place = self.program.events[key[0]].place if key[0] >= 0 else "a buffer"
-            raise ChangedError(f"{place}, which is logged, returned or stored now")
+            raise ChangedError(f"{self._place(key)}, which is logged, returned or stored now")
+
+    def lacking(self, values: Any, joined: bool, known: Collection[int]) -> set[Key]:
+        """Values of the model that the last stage does not have.
+
+        Args:
+            values: all that the step logs, returns, stores and prints.
+            joined: whether those of microbatches are put together.
+            known: ids of objects that were there before.
+        """
+        told = (self.names.get(id(x)) for x in all_tensors_in(values, known))
+        return {key for key in told if key is not None and not self.program.is_at_end(key, joined)}
+
+    def refuse_lacking(self, lacking: set[Key]) -> None:
+        """Raises ChangedError if there are values that the last stage does not have."""
+        if lacking:
+            raise ChangedError(f"{self._place(min(lacking))}, which is logged, returned or stored now")
+
+    def _place(self, key: Key) -> str:
+        return self.program.events[key[0]].place if key[0] >= 0 else "a buffer"
 
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:

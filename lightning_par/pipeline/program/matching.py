@@ -21,7 +21,7 @@ from lightning_par.pipeline.program.dry_run import ChangedError, DryRun
 from lightning_par.pipeline.program.held_objects import HeldByUnits
 from lightning_par.pipeline.program.joined_outputs import LoggedValues
 from lightning_par.pipeline.program.prepared_step import Prepared
-from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.pipeline.program.tape import Tape, may_be_taped
 from lightning_par.pipeline.trial.code_attributes import Attributes, flags_among
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -55,6 +55,7 @@ class Matching:
     change: str = ""
     _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
     _left_within: dict[int, tuple[Program, frozenset[str]]] = field(default_factory=dict)
+    _lacking: dict[int, tuple[Program, set[Key]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.held = HeldByUnits(self.watch)
@@ -96,8 +97,8 @@ class Matching:
     def _run(self, step: Step, program: Program, run: DryRun, deciding: set[str]) -> None:
         self.watch.take_in(program.outer)
         joins = program.plain_effects and program.microbatches > 1 and step.grad
-        said = LoggedValues(run.tape) if joins else None
-        hear: Recorder | None = run.tape if said is None else said
+        said = LoggedValues(run.tape)
+        hear: Recorder = said
         absent = self.watch.absent = Effects() if self.hooks.axis.dry else None
         if absent is not None:
             hear = AbsentRecorder(self.module, absent, lambda: self.watch.snapshot().names, hear)
@@ -117,9 +118,22 @@ class Matching:
                 run.tape.end(result)
             self._see_what_is_set(program, deciding)
         run.finish()
-        if said is not None:
-            run.see_outputs((result, said.logged, [*self.watch.made.values()]), said.printed)
+        told = result, said.logged, [*self.watch.made.values()]
+        if joins:
+            run.see_joined(told, said.printed)
+        self._see_what_lacks(program, run, (*told, said.printed), joins)
         self._see_what_hooks_meet(step, program)
+
+    def _see_what_lacks(self, program: Program, run: DryRun, told: Any, joins: bool) -> None:
+        """To log, return or store a value is no event of a step: of those that it was seen to, the last stage has them.
+
+        Raises:
+            ChangedError: it does so now with one that the last stage does not have.
+        """
+        lacking = run.lacking(told, joins, self.watch.watched())
+        _, known = self._lacking.setdefault(id(program), (program, lacking))
+        if program not in (self.fresh, self.foreseen):
+            run.refuse_lacking(lacking - known)
 
     def _see_what_is_left(self, program: Program) -> None:
         """A step may set what units hold, which is undone in each run if the program's own step did so. What it sets

@@ -250,6 +250,17 @@ class Program:
     def stages(self) -> int:
         return len(self.starts)
 
+    def is_at_end(self, key: Key, joined: bool) -> bool:
+        """Whether a value is there where the step runs for what it logs, returns and stores.
+
+        Args:
+            key: of the value.
+            joined: whether that of microbatches is put together.
+        """
+        if self.microbatches > 1 and not joined:
+            return key[0] >= self.tail or key in self.routes.tail
+        return key[0] >= self.starts[-1] or key in self.routes.keys_coming[-1]
+
     @property
     def last_rank(self) -> int:
         """The rank of the last stage, which knows what the step did."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_par.pipeline.effects.backward_draws import drawing_in_backward
 from lightning_par.pipeline.effects.backward_outputs import HooksHeard, refuse_unforeseen
-from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.logged_outputs import Unheard, silent
+from lightning_par.pipeline.effects.merged_effects import merged
 from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.effects.effects import Effects
+from lightning_par.pipeline.effects.merged_effects import merged
 from lightning_par.pipeline.program.batch_values import BatchValues, has_graph
 from lightning_par.pipeline.program.program import Program
 from lightning_par.sharded.tensor import ShardedTensor

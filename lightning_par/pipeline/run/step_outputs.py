@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.effects.effects import Effects
+from lightning_par.pipeline.effects.merged_effects import merged
 from lightning_par.pipeline.program.decisions import refuse_another_loss
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.program.prepared_step import Prepared

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_par.pipeline.effects.after_decision import AfterDecision
-from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.effects.effects import Effects
+from lightning_par.pipeline.effects.merged_effects import merged
 from lightning_par.pipeline.effects.random_draws import stand_at
 from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
 from lightning_par.pipeline.effects.unit_python_state import InnerState

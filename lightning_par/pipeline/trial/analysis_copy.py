@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from lightning_par.private.module_calls import plain_call, set_call
 from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.python_state.reachable import Reach
-from lightning_par.python_state.user_code import packages_of
 from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.trial.module_copy import TrainerView
 from lightning_par.trial.step import Step
@@ -178,14 +176,3 @@ def listen(copy: nn.Module, run: Analysis) -> None:
         vars(trainer).update(loggers=views, logger=views[0] if views else None)
         # both are properties of the class, which an attribute can't replace
         copy.__class__ = type(type(copy).__name__, (type(copy),), {"logger": trainer.logger, "loggers": views})
-
-
-def held(copy: nn.Module, homes: Collection[str], batch: Any, run: Analysis) -> list[Tensor]:
-    """Values that the step left outside units: in attributes, in whatever these hold or code names, in its batch."""
-    named = dict(copy.named_modules())
-    units = {path for path in named if any(path == unit or path.startswith(f"{unit}.") for unit in homes)}
-    reach = Reach(packages_of(copy), {id(named[path]): path for path in units})
-    reach.add_modules((path, module) for path, module in named.items() if path not in units)
-    reach.add("batch", batch)
-    run.values.check_current(reach.met)
-    return [x for x in run.followed(reach.met) if id(x) in run.values.keys]

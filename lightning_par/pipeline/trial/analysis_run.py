@@ -21,10 +21,11 @@ from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.run.handed_out import attributes_with
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
-from lightning_par.pipeline.trial.analysis_copy import Fakes, held, intercept_calls, listen
+from lightning_par.pipeline.trial.analysis_copy import Fakes, intercept_calls, listen
 from lightning_par.pipeline.trial.analysis_notes import Layouts
 from lightning_par.pipeline.trial.batch_classes import classes_of
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
+from lightning_par.pipeline.trial.left_values import LeftValues
 from lightning_par.pipeline.trial.placeholders import standing_in
 from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError
 from lightning_par.pipeline.trial.unit_buffers import UnitBuffers
@@ -160,6 +161,7 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     if units is not None:
         run.resetting = partial(units.call, keeping=run.changes.keeping)
     sets = nullcontext() if units is None else units.listening(run)
+    left = LeftValues(copy, homes, batch)
     streams, memory = RunState.current.streams, run.values.memory
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
@@ -188,7 +190,7 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
         units.holdings.refuse()
         _refuse_handing_keepers(run, asked.stages)
     run.outer, run.resets = (asked.outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
-    run.effects += held(copy, homes.keys() - run.outer, batch, run)
+    run.effects += left.values(homes.keys() - run.outer, run)
     run.finish()
     set_updates_apart(run)
     run.unit_buffers.refuse_uses([*run.direct, *run.told], run.events)

@@ -23,8 +23,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.pipeline.effects.console import Hearing, say
-from lightning_par.pipeline.effects.effects import Effects, apply, merged
+from lightning_par.pipeline.effects.effects import Effects, apply
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder
+from lightning_par.pipeline.effects.merged_effects import merged
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.python_state.changes import SequenceChange
 from tests.helpers.pool import Pool, RanksFailedError

@@ -49,6 +49,34 @@ class LogsNowAndThen(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Box:
+    """What a step may put into anything."""
+
+    x: Tensor
+
+
+class KeepsEarly(LogsNowAndThen):
+    """What the first layer makes is of no use behind the second one, but in some batches."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        h = self.first(batch)
+        mean = h.detach().mean()
+        loss = self.second(h.tanh()).square().mean()
+        if batch_idx == 1:
+            self.roots.append(h)
+        if batch_idx == 2:
+            self.log("root", mean)
+        if batch_idx == 4:
+            self.kept = Box()
+            self.kept.x = h
+        return {"loss": loss, "root": mean} if batch_idx == 5 else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kept = None if self.kept is None else float(self.kept.x.sum())
+        logged, returned = float(self.trainer.callback_metrics.get("root", 0)), float(outputs.get("root", 0))
+        self.seen.append([logged, kept, returned, *(float(x.sum()) for x in self.roots)])
+
+
 class Adapted(nn.Module):
     """A layer with another one beside it, which can be switched off."""
 
@@ -103,8 +131,11 @@ def _seen(kind: type[Any], strategy: dict[str, Any] | None) -> list[Any]:
     return list(module.seen)
 
 
-@slow("SetsNowAndThen-1")
-@pytest.mark.parametrize(("kind", "microbatches"), [(LogsNowAndThen, 2), (SetsNowAndThen, 1), (SetsNowAndThen, 2)])
+_ROWS = [(LogsNowAndThen, 2), (SetsNowAndThen, 1), (SetsNowAndThen, 2), (KeepsEarly, 1), (KeepsEarly, 2)]
+
+
+@slow("SetsNowAndThen-1", "KeepsEarly-1")
+@pytest.mark.parametrize(("kind", "microbatches"), _ROWS)
 def test_what_some_batches_alone_log_keep_and_set_is_one_devices(
     kind: type[Any], microbatches: int, pool: Pool
 ) -> None:

@@ -1,0 +1,42 @@
+"""What hooks that run before the first step do to its module, told by their code."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_par.python_state.code_names import functions_in, names_of
+from lightning_par.python_state.user_code import is_users_code, packages_of
+from lightning_par.strategies.entry_points import start_hooks
+
+_HANG = frozenset("register_forward_hook register_forward_pre_hook".split())
+
+
+def hang_hooks(module: Any) -> bool:
+    """Whether the start hooks of ``module``, or what they call, name what hangs forward hooks on layers: a step that
+    runs without these may do something else."""
+    packages = packages_of(module)
+    waiting, met = start_hooks(module), set[types.CodeType]()
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ in met or not is_users_code(function.__globals__.get("__name__"), packages):
+            continue
+        met.add(function.__code__)
+        names = names_of(function.__code__)
+        if not names.words.isdisjoint(_HANG):
+            return True
+        named = [function.__globals__.get(name) for name in names.globals]
+        waiting += [x for x in named if isinstance(x, types.FunctionType)]
+        waiting += [f for x in named if isinstance(x, type) for f in _methods(x)]
+        waiting += [f for name, f in _named_methods(type(module)) if name in names.attributes]
+    return False
+
+
+def _named_methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    for base in kind.__mro__:
+        yield from ((name, f) for name, value in vars(base).items() for f in functions_in(value))
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    return [f for _, f in _named_methods(kind)]
