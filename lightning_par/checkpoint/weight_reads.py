@@ -54,7 +54,7 @@ class WeightReads:
         self.scratch = Scratch()
         self._arrived = Scratch()
         self._places: dict[str, Place] = {}
-        self._known: tuple[int, dict[int, tuple[str, Tensor]]] = (-1, {})  # of one moment, by their memory
+        self._known: tuple[int, dict[int, _Known]] = (-1, {})  # of one moment, by the ids of their memory
         self._brought: weakref.WeakValueDictionary[Any, object] = weakref.WeakValueDictionary()
         self._weights: list[Tensor] = []  # that hold what was brought
         self._channel = SideChannel(f"weights of {run}", rank, self._answer)
@@ -69,7 +69,7 @@ class WeightReads:
         name, weight = self._weight_of(x)
         if name is None and not isinstance(x, ShardedTensor):
             return None
-        version = write_count(x._innermost) if isinstance(x, ShardedTensor) else 0
+        version = write_count(x._innermost) if isinstance(x, ShardedTensor) else self.standing.writes
         when = name or id(x), self.standing.steps, version
         known = vars(x).get(ASKED)
         if known is None or known[0] != when:
@@ -91,7 +91,7 @@ class WeightReads:
 
     def is_of_weight(self, x: Tensor) -> bool:
         """Whether ``x`` has the memory of a weight, or a part of that."""
-        return _memory(x) in self._by_memory()
+        return self._lying_at(_memory(x)) is not None
 
     def forget(self) -> None:
         """To be called where a step begins: what parameters hold of each other's parts goes."""
@@ -127,19 +127,21 @@ class WeightReads:
 
     # -------------------------------------------------------------------------------------------------------- who asks
 
-    def _by_memory(self) -> dict[int, tuple[str, Tensor]]:
-        """The weights in parts, and elsewhere, with their names."""
+    def _lying_at(self, memory: Any) -> _Known | None:
+        """The weight in parts, or elsewhere, that lies in ``memory``."""
         if self._known[0] != self.standing.steps:
-            laid_out: list[tuple[str, Tensor]]
-            laid_out = [(name, y) for name, y in _tensors(self._module) if isinstance(y, ShardedTensor | Elsewhere)]
-            self._known = self.standing.steps, {_memory(y): (name, y) for name, y in laid_out}
-        return self._known[1]
+            named = [(name, y) for name, y in _tensors(self._module) if isinstance(y, ShardedTensor | Elsewhere)]
+            lying = [(name, y, own) for name, y in named if (own := _memory(y)) is not None]
+            self._known = self.standing.steps, {id(own): _Known(name, y, weakref.ref(own)) for name, y, own in lying}
+        found = self._known[1].get(id(memory))
+        # a weight may have gone, or moved, since: its id may be that of other memory by now
+        return found if found is not None and found.memory() is memory and _memory(found.weight) is memory else None
 
     def _weight_of(self, x: Tensor) -> tuple[str | None, Any]:
         """The name of the weight that ``x`` is, or of which it is another object, and the weight; else a twin of it."""
-        name, weight = self._by_memory().get(_memory(x), (None, x))
-        if name is not None and _is_same(x, weight):
-            return name, weight
+        known = self._lying_at(_memory(x))
+        if known is not None and _is_same(x, known.weight):
+            return known.name, known.weight
         return None, x.twin() if isinstance(x, ShardedTensor) else x
 
     def _place_of(self, x: Tensor, name: str) -> Place:
@@ -228,6 +230,15 @@ class _Asked:
         return told
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A weight in parts, or elsewhere, and where it was when it was looked at."""
+
+    name: str
+    weight: Tensor
+    memory: weakref.ref[Any]
+
+
 @dataclass
 class _Weight:
     """The source of a weight, or of what shares its memory."""
@@ -282,9 +293,9 @@ def _part(x: Tensor) -> Tensor:
     return x._innermost if isinstance(x, ShardedTensor) else x
 
 
-def _memory(x: Tensor) -> int:
-    """The same for what shares memory."""
-    return id(x.origin if isinstance(x, Elsewhere) else storage_of(_part(x)))
+def _memory(x: Tensor) -> Any:
+    """The same object for what shares memory."""
+    return x.origin if isinstance(x, Elsewhere) else storage_of(_part(x))
 
 
 def _is_same(x: Tensor, weight: Tensor) -> bool:

@@ -208,7 +208,8 @@ class ShardedTensor(KeepsClass, LocalAutograd):
         if innermost_mode() is not None:
             handle_torch_function(set_data, (self, value), self, value)
         else:
-            self.set_own_data(value)
+            with RunState.current.writes_once():
+                self.set_own_data(value)
 
     def set_own_data(self, value: Tensor) -> None:
         """``data = value``, told to no mode."""

@@ -28,6 +28,7 @@ from lightning_par.private.storage import is_shared, memory_of
 from lightning_par.sharded.aliases import innermost
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.rules.gather_report import user_line
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class Replicas:
         Raises:
             NotImplementedError: ``value`` has the memory of a weight that is on other ranks than ``x``.
         """
+        with RunState.current.writes_once():
+            self._set_data(x, value)
+
+    def _set_data(self, x: Any, value: Any) -> None:
         name, given = self._owner.name_of(x), value
         if isinstance(value, Gradient):
             self._refuse_others("data", name, value.of)
