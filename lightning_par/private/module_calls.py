@@ -13,7 +13,7 @@ CALL = "_compiled_call_impl"
 """Where a module keeps what is called instead of it, if anything."""
 
 METHODS = frozenset("""
-_call_impl _wrapped_call_impl state_dict _save_to_state_dict load_state_dict load _load_from_state_dict
+_call_impl inner _wrapped_call_impl state_dict _save_to_state_dict load_state_dict load _load_from_state_dict
 """.split())  # fmt: skip
 """The code, by its names, that runs when a module is called, saved or loaded."""
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_par import HybridParallelStrategy
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.ledger import ledger
+from lightning_par.pipeline.between_steps.own_gradient import held_here
 from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.messages.clipped import read_clip
 from lightning_par.planner.planner import Planner
@@ -118,7 +119,8 @@ class _Count(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
         held = _held(module)
         self.found.parameters = sum(_bytes(x) for x in held)
-        self.found.gradients = sum(_bytes(g) for x in held if (g := leaf(x).grad) is not None)
+        # without asking other stages, which hold other weights, or all of theirs in parts
+        self.found.gradients = sum(_bytes(g) for x in held if (g := held_here(leaf(x))) is not None)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
         self.context.__exit__(None, None, None)

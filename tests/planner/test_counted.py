@@ -18,10 +18,7 @@ UNSPREAD = {"data", "ring", "ulysses", "all_gather", "ring_4"}
 IMPOSSIBLE = {("gpt_5_heads", "ulysses"), ("lstm", "interleaved"), ("lstm", "zbv"), ("lstm", "pipeline_4")}
 """What the strategies refuse: heads that don't divide, more stages than modules."""
 
-UNCOUNTED = {("unet", "fsdp_pipeline")}
-"""To read a gradient there asks another rank, which does not ask."""
-
-ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE | UNCOUNTED]
+ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
     "gpt-shard_residual", "gpt_checkpointed-fsdp_kept", "gpt_parallel-fsdp", "hf_llama-ring",
     "lstm-fsdp_pipeline", "mlp_deep-interleaved", "gpt_5_heads-all_gather",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         return view
     result = as_it_is(func, args, kwargs)
     linked = [x for x in tensors if x.requires_grad] if torch.is_grad_enabled() else []
-    return map_tensors(partial(without_graph, linked), result) if linked else result
+    return _without_graphs(linked, result, func, args, kwargs) if linked else result
 
 
 def _is_read_alone(owner: JointGradients, x: Tensor) -> bool:
@@ -108,7 +108,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     strided = [x for x in tensors_in(result) if x.layout == torch.strided]
     memories = {memory_of(x) for x in strided}
     if len(memories) != 1 or not memories <= brought.keys():  # no view, or views of several
-        return map_tensors(partial(without_graph, linked), result) if linked else result
+        return _without_graphs(linked, result, func, args, kwargs) if linked else result
     base, values = brought[memories.pop()]
     of = owner.name_of(base)
     if not is_elsewhere(base):
@@ -162,6 +162,27 @@ def _standing(owner: JointGradients, x: Tensor, of: str) -> Elsewhere:
 def without_graph(of: Iterable[Tensor], x: Tensor) -> Tensor:
     """``x``, which all ranks have, made ``of`` others: a backward that comes to it raises."""
     return unlinked(x, "is made of a pipeline's weights between two steps", of)
+
+
+def _without_graphs(of: Iterable[Tensor], result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """The ``result`` of ``func``, in which what has a gradient on one device is `without_graph`.
+
+    What is made like a weight, as by `torch.ones_like`, has none.
+    """
+    if not any(x.is_floating_point() or x.is_complex() for x in tensors_in(result)):
+        return result
+
+    def like(x: Tensor) -> Tensor:
+        with DisableTorchFunctionSubclass():
+            meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return meta.requires_grad_(x.requires_grad)
+
+    linked = [True] * len(tensors_in(result))
+    with contextlib.suppress(Exception):  # what goes by values can't be told
+        given = map_tensors(like, (args, kwargs))
+        linked = [x.requires_grad for x in tensors_in(func(*given[0], **given[1]))]
+    links = iter(linked)
+    return map_tensors(lambda x: without_graph(of, x) if next(links, True) else x, result)
 
 
 def sent(owner: JointGradients, name: str, x: Any) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, remove_weight_norm, weight_norm
+from torch.nn.utils import parametrize, prune, remove_weight_norm, weight_norm
 from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_norm
 from torch.utils.data import DataLoader
 
@@ -72,3 +72,42 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("way", ["frozen hooks", "hooks", "parametrized", "frozen hooks given", "parametrized given"])
 def test_weights_that_hooks_register_are_one_devices(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"pipeline_parallel_size": 2})
+
+
+class Pruned(LightningModule):
+    """Between two batches the smallest weights of both stages' layers go, and masks are made like weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.head(self.net(batch)) - 0.1).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        layers = [(layer[0], "weight") for layer in self.net]  # type: ignore[index]
+        if self.global_step == 1:
+            prune.global_unstructured(layers, pruning_method=prune.L1Unstructured, amount=0.3)
+        if self.global_step == 3:
+            for layer, name in layers:
+                prune.remove(layer, name)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def _fit_pruned(layout: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    data = DataLoader(BATCHES, batch_size=4)
+    return trained(Pruned(), data, partial(HybridParallelStrategy, **layout), max_epochs=3)
+
+
+@slow("placed")
+@pytest.mark.parametrize(
+    "layout", [{"pipeline_parallel_size": 2}, {"placement": {"net": 0, "head": 1}}], ids=["cut", "placed"]
+)
+def test_layers_of_all_stages_are_pruned_together(layout: dict[str, Any], pool: Pool) -> None:
+    check(pool, _fit_pruned, layout)

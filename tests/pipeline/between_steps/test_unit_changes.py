@@ -172,6 +172,32 @@ def test_of_layers_in_parts_it_is_whole(how: str, pool: Pool) -> None:
     check(pool, _capture, how, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, world=4)
 
 
+class Direct(Captures):
+    """Calls the forward of layers itself, between calls of others, with hooks that run code of torch's around them."""
+
+    def on_train_epoch_end(self) -> None:
+        for layer in self.net.children():
+            layer.register_forward_hook(self.keep)
+        x = torch.ones(2, 6, dtype=torch.float64)
+        with torch.no_grad():
+            first, second = self.net.forward(x), self.head.forward(self.net(x))
+        self.log("first", first.sum())
+        self.log("second", second.square().sum())
+        self.log("kept", torch.stack(self.kept).sum() + len(self.kept))
+
+
+def _direct(layout: dict[str, Any]) -> Any:
+    return trained(Direct(""), loader(), partial(HybridParallelStrategy, **layout), max_epochs=1)
+
+
+@slow("cut")
+@pytest.mark.parametrize(
+    "layout", [{"placement": {"net": 0, "head": 1}}, {"pipeline_parallel_size": 2}], ids=["placed", "cut"]
+)
+def test_forwards_of_layers_that_user_code_calls_are_one_devices(layout: dict[str, Any], pool: Pool) -> None:
+    check(pool, _direct, layout)
+
+
 class Interrupted(Captures):
     """Ends a call by an exception of its own, once a layer within has returned."""
 
