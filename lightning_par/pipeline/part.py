@@ -252,7 +252,7 @@ class StagesPart(Part):
                 with held_refused(loggers_of(step.module)):
                     return engine.evaluate(step, self.spread.microbatches, key)
             except NO_SCHEDULE as reason:
-                self._by_unit[step.name] = not isinstance(reason, ReadFirstError)  # what it does in each batch
+                self._by_unit[step.name] = not isinstance(reason, ReadFirstError) or reason.always
         assert self._outside is not None
         run = UnitByUnit(self._outside)
         with self._outside.outside():

@@ -170,7 +170,27 @@ def set_order(node: Any, place: int) -> None:
 
 def in_backward() -> bool:
     """Whether a backward runs in this thread, as in a hook of a tensor."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
+
+
+def current_backward() -> int:
+    """The number of the backward that runs in this thread, the innermost; -1 where none does."""
+    return torch._C._current_graph_task_id()
+
+
+def is_asked_for(node: Any) -> bool:
+    """Whether the backward that runs in this thread comes to ``node``, of the graph behind where it is now."""
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` is to give
+        return True
+
+
+def preserve_version(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, writes into ``x`` are not counted."""
+    return torch.autograd._unsafe_preserve_version_counter(x)
 
 
 def saves_for_python() -> bool:

@@ -22,6 +22,12 @@ def is_wrapped(x: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def is_batched(x: Tensor) -> bool:
+    """Whether ``x`` stands for several gradients with which a backward begins, by ``is_grads_batched``: of a ``vmap``
+    that is older than the transforms, and has no other sign."""
+    return torch._C._dispatch_keys(x).has(torch._C._dispatch_key_parse("Batched"))
+
+
 def unwrapped(x: Tensor) -> Tensor:
     """What a transform's own tensor stands for, or ``x``."""
     while is_wrapped(x):

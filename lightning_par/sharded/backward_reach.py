@@ -36,12 +36,14 @@ class Reached:
         kept: tensors on the way there that keep their gradients.
         talks: whether ranks talk on the way.
         uses: of a weight that is stored in parts, where its gathered wholes are, by the id of the part.
+        hides: whether weights are gathered within a node, where a part of the graph is this rank's alone.
     """
 
     leaves: tuple[Tensor, ...]
     kept: tuple[Tensor, ...]
     talks: bool
     uses: dict[int, tuple[Any, ...]]
+    hides: bool
 
     @property
     def is_synced(self) -> bool:
@@ -50,18 +52,20 @@ class Reached:
 
 
 class _Kind(NamedTuple):
-    """What a class of nodes tells of each of them: whether it ends the graph, talks to ranks, gathers a weight; nothing
-    where it does none of these, as most do."""
+    """What a class of nodes tells of each of them: whether it ends the graph, talks to ranks, gathers a weight, has a
+    graph within; nothing where it does none of these, as most do."""
 
     is_end: bool
     talks: bool
     gathers: bool
+    hides: bool
 
     @classmethod
     def of(cls, kind: type) -> _Kind | None:
         function = function_of(kind)
         ours = function is not None and function.__module__.startswith("lightning_par.")
-        found = cls(kind is Accumulation, ours, getattr(function, "gathers_a_weight", False))
+        gathers, hides = (getattr(function, name, False) for name in ("gathers_a_weight", "is_told"))
+        found = cls(kind is Accumulation, ours, gathers, hides)
         return found if any(found) else None
 
 
@@ -79,7 +83,7 @@ def behind(roots: Sequence[Tensor]) -> Reached:
     leaves = {id(x): x for x in roots if x.requires_grad and x.grad_fn is None}
     # Depth first: one rank may have a node more on an edge than another, by which breadth first would change the order.
     nodes: list[Any] = [x.grad_fn for x in roots if x.grad_fn is not None]
-    seen, talks, kinds = set[Any](), False, _kinds
+    seen, talks, hides, kinds = set[Any](), False, False, _kinds
     uses: dict[int, tuple[Any, ...]] = {}
     while nodes:
         node = nodes.pop()
@@ -91,7 +95,7 @@ def behind(roots: Sequence[Tensor]) -> Reached:
             if kind.is_end:
                 leaves[id(node.variable)] = node.variable
                 continue
-            talks = talks or kind.talks
+            talks, hides = talks or kind.talks, hides or kind.hides
             for part, number in gathered_by(node) if kind.gathers else ():
                 uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, number))
         for following, _ in node.next_functions:
@@ -99,7 +103,7 @@ def behind(roots: Sequence[Tensor]) -> Reached:
                 nodes.append(following)
     state = RunState.current
     kept = tuple(x for step, x in state.retained if step == state.streams.step and x.grad_fn in seen)
-    return Reached(tuple(leaves.values()), kept, talks, uses)
+    return Reached(tuple(leaves.values()), kept, talks, uses, hides)
 
 
 def retain(x: Tensor) -> None:

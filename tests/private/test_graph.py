@@ -19,14 +19,17 @@ from lightning_par.private.graph import (
     can_order_nodes,
     checkpoint_generator,
     checkpointing_as,
+    current_backward,
     function_of,
     gathered_by,
     in_backward,
+    is_asked_for,
     is_known_node,
     kept_by_node,
     made_by,
     node_of,
     order_of,
+    preserve_version,
     saves_for_python,
     set_order,
 )
@@ -239,3 +242,45 @@ def test_checkpointing_goes_by_what_takes_its_place(use_reentrant: bool) -> None
     assert seen == (["is run"] if use_reentrant else ["begins", "ends"])
     checkpoint(torch.exp, x, use_reentrant=use_reentrant)
     assert len(seen) == (1 if use_reentrant else 2)
+
+
+class _Asks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, seen: list[Any], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.seen = seen
+        return sum(inputs) * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.seen.append([is_asked_for(node) for node, _ in ctx.next_functions])
+        return None, *(grads[0] for _ in ctx.next_functions)
+
+
+def test_a_node_knows_which_of_its_inputs_gradients_are_asked_for() -> None:
+    seen: list[Any] = []
+    x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    inner = x * 2
+    y = _Asks.apply(seen, inner, w, torch.ones(2)).sum()
+    for inputs in (x, w, inner):
+        torch.autograd.grad(y, inputs, retain_graph=True)
+    y.backward(inputs=[w], retain_graph=True)
+    y.backward()
+    assert seen == [[True, False, False], [False, True, False]] + [[True, False, False], [False, True, False]] + [
+        [True, True, False]
+    ]
+
+
+def test_each_backward_has_a_number() -> None:
+    seen = [current_backward()]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda g: seen.append(current_backward()))
+    for _ in range(2):
+        (x * 2).sum().backward()
+    assert seen[0] == -1 and len({*seen}) == 3
+
+
+def test_a_write_need_not_be_counted() -> None:
+    x = torch.ones(2)
+    with preserve_version(x):
+        x.add_(1)
+    assert x._version == 0

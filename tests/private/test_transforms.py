@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par.private.transforms import (
     in_functorch,
+    is_batched,
     is_wrapped,
     outside_transforms,
     transforms,
@@ -99,3 +100,13 @@ def test_a_transforms_own_tensor_stands_for_one_that_has_memory() -> None:
 
     torch.vmap(torch.func.grad(function))(x)
     assert found[0].data_ptr() == x.data_ptr() and found[0].shape == x.shape and unwrapped(x) is x
+
+
+def test_batched_gradients_are_known() -> None:
+    seen: list[bool] = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(is_batched(g)))
+    torch.autograd.grad(y, x, torch.eye(3), retain_graph=True, is_grads_batched=True)
+    torch.autograd.grad(y, x, torch.ones(3))
+    assert seen == [True, False]

@@ -21,6 +21,7 @@ _BETWEEN = (
     *("lightning_par.pipeline.run.located", "lightning_par.pipeline.between_steps.unit_by_unit"),  # a step's mode
     "lightning_par.pipeline.run.unit_calls",
     *(
+        "lightning_par.sharded.patches.backward",
         "lightning_par.sharded.patches.tensor_data",
         "lightning_par.sharded.patches.shared_arrays",
         "lightning_par.sharded.tensor",

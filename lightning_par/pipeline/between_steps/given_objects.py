@@ -66,7 +66,9 @@ class Given:
         self.tensors = {self._state.names[id(x)]: x for x in self._state.met}
         for cell in self._state.cells.values():
             cell.versions.clear()  # `written` has them, of tensors without a version, too
-        self._versions = {name: version_of(x) for name, x in self.tensors.items() if type(x) is Tensor}
+        held = {name: _innermost(x) for name, x in self.tensors.items() if type(x) in (Tensor, ShardedTensor)}
+        self._held = {name: x for name, x in held.items() if type(x) is Tensor}  # the parts of those that are sharded
+        self._versions = {name: version_of(x) for name, x in self._held.items()}
         self._refuse_unseen(path, given)
 
     def _refuse_unseen(self, path: str, given: Any) -> None:
@@ -90,7 +92,7 @@ class Given:
         for axis in axes:
             found.add(f"axis {axis.name}", axis)
         found.made_of = lambda x: _made_of(x, found)
-        plain = {name: _innermost(x) for name, x in self.tensors.items() if not is_elsewhere(x)}
+        plain = {name: _innermost(x).detach() for name, x in self.tensors.items() if not is_elsewhere(x)}
         found.begins = {name: x for name, x in plain.items() if not x.is_meta}
         return found
 
@@ -110,9 +112,9 @@ class Given:
             written: the memory that it wrote into, where tensors don't count.
         """
         changed = {
-            name: self.tensors[name].detach()
+            name: self._held[name].detach()
             for name, version in self._versions.items()
-            if version_of(self.tensors[name]) != version or written and memory_reference(self.tensors[name]) in written
+            if version_of(self._held[name]) != version or written and memory_reference(self._held[name]) in written
         }
         return Done(self._state.left(), changed)
 
@@ -120,7 +122,7 @@ class Given:
         """Do here what the call has done where it ran."""
         with torch.no_grad():
             for name, value in done.written.items():
-                overwrite(self.tensors[name], value)
+                overwrite(self._held[name], value)
         for name, change in done.objects.items():
             self._state.cells[name].apply(change)
 
@@ -135,4 +137,4 @@ def _made_of(x: Any, known: Known) -> tuple[Any, tuple[Any, ...]] | None:
 def _innermost(x: Tensor) -> Tensor:
     while isinstance(x, ShardedTensor):
         x = x.local
-    return x.detach()
+    return x

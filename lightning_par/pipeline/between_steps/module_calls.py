@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -17,38 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting, refuse_alone
-from lightning_par.mesh.known_objects import Known
-from lightning_par.pipeline.between_steps.given_objects import Done, Given
+from lightning_par.pipeline.between_steps.given_objects import Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
-from lightning_par.pipeline.between_steps.unit_changes import Left, UnitChanges
-from lightning_par.pipeline.between_steps.unlinked import unlinked
+from lightning_par.pipeline.between_steps.unit_backward import CALLED, UnitBackward
+from lightning_par.pipeline.between_steps.unit_inputs import UnitInputs
+from lightning_par.pipeline.between_steps.unit_runs import UnitRuns
+from lightning_par.pipeline.between_steps.unlinked import no_gradients
 from lightning_par.pipeline.between_steps.weight_updates import update_weights
-from lightning_par.pipeline.effects.console import Said
-from lightning_par.pipeline.effects.effects import log_and_say
-from lightning_par.pipeline.effects.logged_outputs import LayersHeard, LogRecord, OutputRecorder
 from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call
-from lightning_par.python_state import generators
-from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.private.transforms import without_saved_tensors_hooks
 from lightning_par.python_state.set_each import set_each
 from lightning_par.python_state.user_code import packages_of
-
-
-@dataclass
-class _Told:
-    """What a call of a unit did, on its way to the ranks that did not run it."""
-
-    result: Any = None
-    done: Done = field(default_factory=Done)
-    left: Left | None = None
-    drawn: bytes | None = None
-    logs: list[LogRecord] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
-    failure: Exception | None = None
 
 
 class Outside:
@@ -89,13 +70,13 @@ class Outside:
         sharding: tuple[Axis, ...] = (),
     ) -> None:
         self.axis, self.device, self.meeting = axis, device, meeting
-        self._module, self._placement, self._sharding = module, placement, sharding
+        self._module, self._placement = module, placement
         self._gradients: JointGradients | None = None
+        self._closed = False
         self._steps = 0  # that run, or units that are called from outside
         names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
         self._holders: dict[str, tuple[int, ...]] = {}
         self._within: dict[int, str] = {}  # the modules in units
-        self._packages = packages_of(module)
         for call in self._calls():
             tensors = [*call.module.parameters(), *call.module.buffers()]
             # who runs a unit must have all of it
@@ -103,6 +84,7 @@ class Outside:
             self._holders[call.path] = tuple(sorted(ranks))
             call.outside = self
             self._within.update({id(m): name for name, m in call.module.named_modules(prefix=call.path)})
+        self.runs = UnitRuns(module, axis, device, self._within, packages_of(module), sharding, self._inside)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -163,6 +145,7 @@ class Outside:
 
     def close(self) -> None:
         """Put everything back. No communication."""
+        self._closed = True
         if self._gradients is not None:
             self._gradients.close()
         for call in self._calls():
@@ -195,61 +178,44 @@ class Outside:
         shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
         refuse_alone(self.axis, f"calls {path!r} outside a step")
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
-        told = _Told()
-        changes = UnitChanges(path, unit, self._within, self._packages)
-        known = given.known(self._sharding, late=changes.objects)
-        if self.axis.rank in holders:
-            changes.look()
-            told = self._run(original, args, kwargs, given)
-        raised = told.failure
-        if self.axis.rank == holders[0]:
-            known = changes.known(known)
+        if not torch.is_grad_enabled():
+            return self.runs(path, unit, holders, given, lambda: original(*args, **kwargs))
+        weights = [*unit.parameters()]
+        inputs = UnitInputs(given.tensors, weights, self._joint().ends.of, self.axis.rank in holders)
+
+        def run() -> Any:
             try:
-                told.left = changes.left(known, self.device)
-            except TypeError as refused:
-                told = _Told(failure=refused)
-                raised = refused
-            told.failure = self._to_be_sent(told.failure, f"{path!r} failed on pipeline rank {holders[0]}", known)
-        told = broadcast_batch(told, self.axis, self.device, holders[0], detach=True, purpose="outside", known=known)
-        if self.axis.rank not in holders and told.left is not None:
-            changes.put(told.left, self.axis.rank, holders[0])
-            given.do(told.done)
-            if told.drawn is not None:
-                generators.unpack_state(told.drawn)
-        log_and_say(told.logs, told.said, self._module)
-        if told.failure is not None:
-            raise raised or told.failure
-        of = [x for x in (*given.tensors.values(), *unit.parameters()) if x.requires_grad]
-        return map_tensors(partial(_linked, of), told.result) if torch.is_grad_enabled() and of else told.result
+                with without_saved_tensors_hooks():  # by which checkpointing would run more on this rank alone
+                    return original(*inputs.lend(args), **inputs.lend(kwargs))
+            finally:
+                inputs.put_back()
 
-    def _to_be_sent(self, error: Exception | None, what: str, known: Known) -> Exception | None:
-        """``error`` of this rank as the others raise it, whose code may wait for it: in other words where it can't be
-        sent."""
-        if error is None or refusal(error, self.device, known) is None:
-            return error
-        return RuntimeError(f"{what}: {type(error).__name__}: {error}")
+        link = UnitBackward(self, path, unit, holders[0], inputs).link
+        return self.runs(path, unit, holders, given, run, inputs, link)
 
-    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any, given: Given) -> _Told:
-        """Call the unit here, and note what it did beside computing, also before it failed."""
-        start, told, memory = generators.global_state(), _Told(), given.watched()
-        self._steps += 1  # units within this one run as they are
-        unseen = contextlib.nullcontext() if self._gradients is None else self._gradients.unseen()
-        recorder = OutputRecorder(self._module, told.logs, told.said, dict)
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """A unit's code runs inside: units within it run as they are."""
+        self._steps += 1
         try:
-            with unseen, LayersHeard(self._module, recorder), contextlib.nullcontext() if given.counts else memory:
-                told.result = original(*args, **kwargs)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            told.failure = error
+            with contextlib.nullcontext() if self._gradients is None else self._gradients.unseen():
+                yield
         finally:
             self._steps -= 1
-        why = refusal((told.logs, told.said), self.device)
-        if why is not None:
-            refused = f"What it logs or gives to a logger can't be sent to the other ranks of the pipeline: {why}."
-            return _Told(failure=TypeError(refused))
-        told.done = given.done(memory.settle(0))
-        told.drawn = None if generators.same_global_state(start) else generators.packed_state()
-        return told
 
+    def come_to_backward(self, doing: str, advice: str) -> JointGradients:
+        """Wait for the other ranks, which must do the same, within a backward between steps.
 
-def _linked(of: Sequence[Tensor], x: Tensor) -> Tensor:
-    return unlinked(x, "a module of a pipeline returns outside a step", of)
+        Raises:
+            RuntimeError: the backward is that of a step, or the run has ended.
+        """
+        if self._steps or self._closed:
+            raise RuntimeError(no_gradients(CALLED))
+        self.meeting(doing, advice)
+        self._joint().ends.begin()
+        return self._joint()
+
+    def holders_of(self, weight: Tensor) -> tuple[int, ...]:
+        """The ranks that hold a weight."""
+        name = self._joint().spread_name(weight)
+        return tuple(range(self.axis.size)) if name is None else self._joint().holders_of(name)

@@ -32,6 +32,7 @@ from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import Weight, plain, user_who_asks
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.spread_weights import SpreadWeights
+from lightning_par.pipeline.between_steps.weight_ends import WeightEnds
 from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
@@ -56,6 +57,7 @@ class JointGradients:
     Attributes:
         parameters: that some ranks alone hold, by name.
         in_parts: of these, the axis over which one is kept in parts where it is.
+        ends: of the graph that all ranks have, in weights.
         alone: which gradients other ranks have, where they can't tell.
         buffers_alone: what their buffers hold, likewise.
 
@@ -82,6 +84,7 @@ class JointGradients:
         self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self.alone, self.buffers_alone = GradientsAlone(self.parameters), BuffersAlone(spread.buffer_name)
+        self.ends = WeightEnds(self)
         self._plain, self._unseen = 0, 0
         self.updates = False  # whether a step updates weights, by calls that are the same on all ranks
         self.needed: tuple[int, ...] | None = None  # who needs what such a call makes, where that is known
@@ -101,6 +104,7 @@ class JointGradients:
         self._hide()
         self._unseen += 1
         self._spread.forget_views()
+        self.ends.close()
         self._optimizers.close()
 
     def forget(self) -> None:

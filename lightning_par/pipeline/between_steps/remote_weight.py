@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.pipeline.between_steps.caller import user_of
@@ -47,6 +48,10 @@ class Weight(KeepsClass):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
+        if name == "backward" and kwargs.get("inputs") is not None:
+            ends = [_end(x) for x in kwargs["inputs"]]
+            if any(isinstance(x, GradientEdge) for x in ends):
+                return func(*args, **{**kwargs, "inputs": ends})
         user = user_who_asks(cls._owner, func, name, args, sys._getframe(1))
         if user is None:
             split = any(issubclass(kind, ShardedTensor) and not issubclass(kind, Weight) for kind in types)
@@ -108,6 +113,10 @@ def user_who_asks(owner: JointGradients, func: Any, name: str, args: Any, frame:
 class WeightParameter(Weight):
     """What the class of a spread parameter begins with while user code may read it and its gradient."""
 
+    def gradient_edge(self) -> Any:
+        """Where its gradient arrives in the graph that all ranks have."""
+        return self._owner.ends.edge(self)
+
     @property
     def grad(self) -> Tensor | None:
         return self._owner.read(_tensor(self), sys._getframe(1))
@@ -128,16 +137,22 @@ class WeightView(Weight):
         _of: the name of the parameter or buffer.
         _copied: the same for copies that share memory; None where that is the parameter's or buffer's.
         _links: there where on one device a node of autograd's graph has made it.
+        _way: the function by which it was made of another one, its arguments, and which of its results it is.
         _read_alone: there where ranks without the weight have a plain tensor of its values in its place.
     """
 
     _of: str
     _copied: object | None
     _links: bool
+    _way: tuple[Any, Any, Any, int] | None
     _read_alone: bool
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
+
+
+def _end(x: Any) -> Any:
+    return x.gradient_edge() if isinstance(x, WeightParameter) else x
 
 
 def _tensor(parameter: Any) -> Tensor:

@@ -126,3 +126,4 @@ def _be_plain(x: Tensor) -> None:
         set_class(x, x._plain)
         del x._of, x._copied
         vars(x).pop("_links", None)
+        vars(x).pop("_way", None)

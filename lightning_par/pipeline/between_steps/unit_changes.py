@@ -3,7 +3,7 @@ and what hooks on it do. User code reads these on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -123,3 +123,9 @@ class UnitChanges:
             self._state.cells[name].apply(change)
         if self._hung is not None:
             self._hung.remove(left.removed)
+
+    def put_again(self, left: Left, names: Collection[str]) -> None:
+        """Where the call ran: what it has stored under these ``names`` is as it is in ``left``."""
+        for name, change in {**left.changed.shared, **left.changed.own}.items():
+            if name in names:
+                self._state.cells[name].apply_again(change)

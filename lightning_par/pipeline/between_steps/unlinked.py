@@ -1,4 +1,4 @@
-"""Values that are known on all ranks of a pipeline, but have no backward, since what they are made of is spread."""
+"""Values that are known on all ranks of a pipeline, but whose gradients can't be: what they are made of is spread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 
 class _Unlinked(torch.autograd.Function):
+    is_told = True
+
     @staticmethod
     def forward(ctx: Any, boxed: list[Tensor], what: str, *of: Tensor) -> Tensor:
         ctx.what = what
@@ -17,10 +19,16 @@ class _Unlinked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            f"What {ctx.what} has no gradients, since the weights are on several ranks. Compute this loss in "
-            "training_step."
-        )
+        raise RuntimeError(no_gradients(ctx.what))
+
+
+def no_gradients(what: str) -> str:
+    """That ``what`` has none of which all ranks know."""
+    return (
+        f"What {what} has no gradients here: it is used in a step, or the run has ended, or it goes by tensors with a "
+        "graph that a layer has from an earlier call, or in an object of another kind than lists, dicts and "
+        "dataclasses. Call `backward` in the same hook, and give such tensors to the layer as arguments."
+    )
 
 
 def unlinked(x: Tensor, what: str, of: Iterable[Tensor]) -> Tensor:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.remote_weight import WeightView, as_it_is, copied
-from lightning_par.pipeline.between_steps.weight_reads import alone, equal, read, viewed, without_graph
+from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied
+from lightning_par.pipeline.between_steps.weight_gradients import gradients, is_grad
+from lightning_par.pipeline.between_steps.weight_graphs import note_way
+from lightning_par.pipeline.between_steps.weight_reads import alone, equal, read, viewed
 from lightning_par.pipeline.between_steps.weight_writes import write
-from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import COPIES, PRECISIONS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.run_state import RunState
@@ -38,6 +39,8 @@ def run(owner: JointGradients, user: str, func: Any, name: str, args: Any, kwarg
         args: what it is given.
         kwargs: likewise.
     """
+    if is_grad(func):
+        return gradients(owner, args, kwargs)
     if (name == "detach" or name in COPIES) and user not in _LOG or name == "data":
         return _stays(owner, func, name, args, kwargs)
     if name in _MAY_BE_SAME and not _is_new(func, args, kwargs):
@@ -55,21 +58,20 @@ def run(owner: JointGradients, user: str, func: Any, name: str, args: Any, kwarg
         return equal(owner, *args[:2])
     view = viewed(owner, func, name, args, kwargs)
     result = read(owner, func, name, args, kwargs) if view is None else view
-    if isinstance(result, WeightView) and torch.is_grad_enabled():
-        taken = tensors_in((args, kwargs))
-        links = any(x.requires_grad or vars(x).get("_links") for x in taken)
-        result._links = links and all(x is not result for x in taken)
+    if args and owner.is_weight(args[0]):
+        note_way(owner, func, args, kwargs, result)
     return result
 
 
 def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """A view or a copy, on the ranks of the weight; in no graph, which would hold the weight beyond the run."""
-    x, links = args[0], name == "clone" and torch.is_grad_enabled() and args[0].requires_grad
+    x = args[0]
     with torch.no_grad():
         result = as_it_is(func, args, kwargs)
-    return owner.show(
-        without_graph([x], result) if links else result, owner.name_of(x), object() if name in COPIES else copied(x)
-    )
+    result = owner.show(result, owner.name_of(x), object() if name in COPIES else copied(x))
+    if name == "clone":
+        note_way(owner, func, args, kwargs, result)
+    return result
 
 
 def _is_new(func: Any, args: Any, kwargs: Any) -> bool:

@@ -20,6 +20,7 @@ from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.pipeline.between_steps.remote_gradient import wholes
 from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied, plain
 from lightning_par.pipeline.between_steps.unlinked import unlinked
+from lightning_par.pipeline.between_steps.weight_graphs import MADE_OF, has_graph, linked
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -47,8 +48,8 @@ def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
             x._read_alone = True  # type: ignore[attr-defined]
         return view
     result = as_it_is(func, args, kwargs)
-    linked = [x for x in tensors if x.requires_grad] if torch.is_grad_enabled() else []
-    return _without_graphs(linked, result, func, args, kwargs) if linked else result
+    graphs = [x for x in tensors if x.requires_grad] if torch.is_grad_enabled() else []
+    return _without_graphs(graphs, result, func, args, kwargs) if graphs else result
 
 
 def _is_read_alone(owner: JointGradients, x: Tensor) -> bool:
@@ -88,19 +89,21 @@ def _away(owner: JointGradients, like: Tensor, base: Any, is_whole: bool) -> Any
 def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of the values; where that is a view, it is one of the weight itself."""
     args, kwargs = wholes((args, kwargs))  # of gradients: the ranks without the weight would not ask for them
+    links = any(has_graph(owner, x) for x in tensors_in((args, kwargs)))
     brought: dict[int, Any] = {}  # weights and what was sent of them, by its memory
 
     def whole(x: Tensor) -> Tensor:
         if not owner.is_weight(x):
             return x
         values = sent(owner, name, x)
+        if has_graph(owner, x):
+            values = linked(owner, x, values)
         brought[memory_of(values)] = x, values
         return values
 
-    stays = _stays_in_place(owner, func, name, args, kwargs)
+    stays = None if links else _stays_in_place(owner, func, name, args, kwargs)
     if stays is not None:
         return stays
-    linked = [x for x in tensors_in((args, kwargs)) if x.requires_grad] if torch.is_grad_enabled() else []
     given = map_tensors(whole, (args, kwargs))
     result = func(*given[0], **given[1])
     if isinstance(result, np.ndarray):
@@ -108,7 +111,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     strided = [x for x in tensors_in(result) if x.layout == torch.strided]
     memories = {memory_of(x) for x in strided}
     if len(memories) != 1 or not memories <= brought.keys():  # no view, or views of several
-        return _without_graphs(linked, result, func, args, kwargs) if linked else result
+        return result
     base, values = brought[memories.pop()]
     of = owner.name_of(base)
     if not is_elsewhere(base):
@@ -161,7 +164,7 @@ def _standing(owner: JointGradients, x: Tensor, of: str) -> Elsewhere:
 
 def without_graph(of: Iterable[Tensor], x: Tensor) -> Tensor:
     """``x``, which all ranks have, made ``of`` others: a backward that comes to it raises."""
-    return unlinked(x, "is made of a pipeline's weights between two steps", of)
+    return unlinked(x, MADE_OF, of)
 
 
 def _without_graphs(of: Iterable[Tensor], result: Any, func: Any, args: Any, kwargs: Any) -> Any:

@@ -44,11 +44,12 @@ class ReadFirstError(BaseException):
     Attributes:
         run: the step as far as it came.
         place: where it read the value.
+        always: whether it does so in each batch.
     """
 
-    def __init__(self, run: Analysis, place: str) -> None:
+    def __init__(self, run: Analysis, place: str, always: bool = False) -> None:
         super().__init__(place)
-        self.run, self.place = run, place
+        self.run, self.place, self.always = run, place, always
 
 
 class Analysis(AnalysisNotes):
@@ -124,7 +125,10 @@ class Analysis(AnalysisNotes):
         if name in READS:
             self.unit_buffers.refuse_read([self.values.keys.get(id(x)) for x in located], self.direct, self.events)
             return record_read(self, func, name, args, kwargs, located)
-        if name == "grad" and (getattr(func, "__module__", "") or "").startswith("torch.autograd"):
+        asks = name == "grad" and (getattr(func, "__module__", "") or "").startswith("torch.autograd")
+        if not self.training and not self.is_within() and (asks or name == "backward"):
+            raise ReadFirstError(self, user_line(), always=True)  # by what the model gives, it has gradients
+        if asks:
             if not self.homes and any(frame.numel for frame in self.frames[1:]):
                 self.close_modules("it calls torch.autograd.grad", reads=True)
                 return self.run_function(func, args, kwargs)

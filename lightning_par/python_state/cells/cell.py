@@ -100,6 +100,9 @@ class Cell:
         """Change the object, which holds what it held before, as the run did."""
         raise NotImplementedError
 
+    def apply_again(self, change: Any) -> None:
+        """The run was here: put what ``change`` stores in place of what the run has stored."""
+
     def _put(self, key: Any, value: Any) -> None:
         raise NotImplementedError
 

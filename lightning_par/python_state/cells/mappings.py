@@ -138,6 +138,10 @@ class MappingCell(Cell):
         if change.order is not None:
             self._fill({key: self.mapping[key] for key in change.order})
 
+    def apply_again(self, change: MappingChange) -> None:
+        for key, value in change.entries.items():
+            self._put(key, value)
+
     def _fill(self, entries: dict[Any, Any]) -> None:
         self.mapping.clear()
         for key, value in entries.items():  # a Counter's update would add

@@ -87,6 +87,10 @@ class SequenceCell(Cell):
             self.owner.clear()
             self.owner.extend(self.before[change.start : change.stop] + change.rest)
 
+    def apply_again(self, change: SequenceChange) -> None:
+        self.owner.clear()
+        self.owner.extend(self.before[change.start : change.stop] + change.rest)
+
 
 class TupleCell(Cell):
     """A tuple, which can't change: what is in it can."""
@@ -153,6 +157,10 @@ class SetCell(Cell):
         if self.owner != self.before:
             self.owner.clear()
             self.owner.update(self.before)
+
+    def apply_again(self, change: SetChange) -> None:
+        self.owner.difference_update(self.owner - self.before)
+        self.apply(change)
 
     def apply(self, change: SetChange) -> None:
         self.owner.difference_update(change.removed)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.sharded import backward_reach
@@ -33,7 +36,7 @@ def _sharing_backward(plain: Any, use: Use) -> Any:
         if not use.on:
             return plain(tensors, grad_tensors, *args, **kwargs, **({} if inputs is None else {"inputs": inputs}))
         # the graph knows the plain parts alone
-        given = kwargs if inputs is None else {**kwargs, "inputs": [end(x) for x in _listed(inputs)]}
+        given = kwargs if inputs is None else {**kwargs, "inputs": [_given_end(x) for x in _listed(inputs)]}
         state = RunState.current
         # What runs within a backward, as reentrant checkpointing, has shares already.
         if not (state.shared or state.shared_between_steps) or state.shared_backward or not _all_tensors(tensors):
@@ -61,7 +64,10 @@ def _sharing_grad(plain: Any, use: Use) -> Any:
         if not use.on:
             return usual()
         state = RunState.current
-        tensors = _all_tensors(outputs) and _all_tensors(inputs)
+        lent = _lent(plain, (outputs, inputs, grad_outputs, *args), kwargs, sys._getframe(1))
+        if lent is not NotImplemented:
+            return lent
+        tensors = _all_tensors(outputs) and all(isinstance(x, (Tensor, GradientEdge)) for x in _listed(inputs))
         shared = (state.shared or state.shared_between_steps) and not state.shared_backward
         is_stored = tensors and any(map(_is_stored, _listed(inputs)))
         if not tensors or not (shared or is_stored):
@@ -75,7 +81,7 @@ def _sharing_grad(plain: Any, use: Use) -> Any:
         ends = [one for x in given for one in x.ends]
         if axes:
             seeds = _seeds(_listed(outputs), grad_outputs, axes)
-            leaves = [x for x in ends if isinstance(x, Tensor) and x.is_leaf]
+            leaves = [x for x in map(_leaf, ends) if x is not None]
             with unshared(axes), backward_reach.whole_in_hooks(leaves, axes):
                 found = iter(plain(roots, ends, seeds, *args, **kwargs))
         else:
@@ -101,11 +107,15 @@ class _Input:
 
     @classmethod
     def of(cls, x: Any, behind: backward_reach.Reached) -> _Input:
-        if _is_stored(x):
+        if isinstance(x, GradientEdge):
+            at = _leaf(x)
+            return cls(x, (x,), () if at is None else parts_along(at))
+        if _is_stored(x) and not behind.hides:
             split = () if x.split_over is None else (x.split_over[1],)
             return cls(x, behind.uses.get(id(x.local), ()) or (x.local,), split)
         place = end(x)
-        return cls(x, (place,), (*axes_of(x), *parts_along(place)) if type(x) is ShardedTensor else parts_along(place))
+        is_part = isinstance(x, ShardedTensor)
+        return cls(x, (place,), (*axes_of(x), *parts_along(place)) if is_part else parts_along(place))
 
     def whole(self, gradients: list[Tensor | None], axes: Axes) -> Any:
         """The gradient as the user's code sees the tensor, of this rank's shares."""
@@ -113,9 +123,28 @@ class _Input:
         if not there:
             return None
         total = backward_reach.leave(sum(there[1:], there[0]), backward_reach.beside(axes, self.parts))
-        if _is_stored(self.x):
+        if _is_stored(self.x) and self.ends[0] is not end(self.x):
             return self.x.as_used(total)
-        return self.x.with_local(total) if type(self.x) is ShardedTensor else total
+        return self.x.with_local(total) if isinstance(self.x, ShardedTensor) else total
+
+
+def _given_end(x: Any) -> Any:
+    """Where the gradient of ``x`` arrives: a weight of which other stages of a pipeline have nothing says it itself."""
+    edge = None if isinstance(x, ShardedTensor) else getattr(x, "gradient_edge", None)
+    return end(x) if edge is None else edge()
+
+
+def _leaf(end: Any) -> Tensor | None:
+    """The leaf whose gradient arrives there; None where the graph goes on."""
+    if isinstance(end, GradientEdge):
+        return getattr(end.node, "variable", None)
+    return end if isinstance(end, Tensor) and end.is_leaf else None
+
+
+def _lent(func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    """What is given to code of ``frame`` that asks for gradients of weights which other stages of a pipeline have."""
+    lender = RunState.current.lender
+    return NotImplemented if lender is None else lender.lent(func, args, kwargs, frame)
 
 
 def _is_stored(x: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import types
 from datetime import timedelta
@@ -294,9 +293,6 @@ class Fills(Model):
 class Wrong(Model):
     def on_train_batch_end(self, *_: Any) -> None:
         for name, call in {
-            "backward": lambda: self(X).sum().backward(),
-            "input": lambda: torch.autograd.functional.jacobian(self, X),  # zeros where nothing comes to an input
-            "weight": lambda: torch.autograd.grad(self(X).sum(), [*self.head.parameters()], allow_unused=True),
             "raises": lambda: [block(X, how="wrong") for block in self.blocks],
             "object": lambda: [block(X, how=how) for block in self.blocks for how in (nn.Linear, object())],
         }.items():
@@ -382,9 +378,6 @@ def test_values_of_weights_in_parts_of_another_stage_are_one_devices(pool: Pool)
 def test_what_can_not_be_carried_out_is_refused_on_all_ranks(pool: Pool) -> None:
     layout = dict(pipeline_parallel_size=2)
     for seen in pool.run(2, fit, "Wrong", layout):
-        for how in ("backward", "input"):
-            assert "What a module of a pipeline returns outside a step has no gradients" in seen[f"1 {how}"]
-        assert re.search("has no gradients|does not require grad", seen["1 weight"])  # of one here, or elsewhere
         assert "wrong" in seen["1 raises"]
         assert "is called outside a step with an object of type object" in seen["1 object"]
     with pytest.raises(RanksFailedError) as failed:
