@@ -14,9 +14,10 @@ axis, too, must be a sharded one.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,6 +121,13 @@ class Stored(ShardedTensor):
         own = gradient.to(self._local.dtype)
         self._peers.order.note(self._name)
         return collectives.sum_scatter(own, self._dim, self._inner, self._peers, PURPOSE) / self._peers.copies
+
+    def part_of_gradient(self, share: Tensor, axes: Iterable[Axis]) -> Tensor:
+        others = (axis for axis in axes if not {*axis.ranks} <= {*self._peers.ranks})  # the peers sum theirs below
+        share = functools.reduce(collectives.leave, others, share)
+        if self.split_over is not None:
+            share = collectives.scatter(share, self._dim, *self.split_over)
+        return self.part_of_sum(share)
 
     @property
     def used_sharding(self) -> tuple[int, Positions, Axis] | None:

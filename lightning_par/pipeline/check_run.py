@@ -18,20 +18,9 @@ def check_run(trainer: Any, module: Any, namespace: Namespace, asker: str) -> No
         ValueError: the message says what, and what to use in place of ``asker``.
     """
     if trainer.state.fn.value == "fit":
-        refuse_by_hand(module, asker)
         _refuse_pruning(trainer.callbacks, namespace, asker)
     for name in STEPS.values():
         refuse_fetching(module, name, asker)
-
-
-def refuse_by_hand(module: Any, asker: str) -> None:
-    """Raises ValueError where ``module`` calls backward itself."""
-    if not getattr(module, "automatic_optimization", True):
-        raise ValueError(
-            f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} "
-            "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
-            "TensorParallelStrategy, or automatic optimization with one optimizer."
-        )
 
 
 def refuse_fetching(module: Any, step: str, asker: str) -> None:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError, by_hand
 from lightning_par.pipeline.plan.stage_ranges import HandsOut, Stages
-from lightning_par.pipeline.plan.units import ModuleCall, ancestors, as_units, close, walk
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, as_units, called_once, close, walk
 from lightning_par.pipeline.program.make_program import OutsideWriteError, SharedWriteError
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import ReadFirstError
-from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError
+from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.strategies.entry_points import start_hooks
@@ -28,6 +29,8 @@ from lightning_par.trial.step import Step, loss_in
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.stages import Spread
+
+BY_UNITS = "the step runs layer by layer, and ranks wait for one another"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ class CutSearch:
     Args:
         spread: plans stages; is told into how many microbatches a batch is cut, and why.
 
+    Attributes:
+        unscheduled: why the step that was decided on runs unit by unit, if it does so for want of a schedule.
+
     Example::
 
         plan, stages, program = CutSearch(spread).decide(step, heard)
@@ -61,6 +67,7 @@ class CutSearch:
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
+        self.unscheduled: str | None = None
 
     def decide(self, step: Step, known: Survey | None) -> tuple[Any, Stages, Program | None]:
         """The plan, the stages, and what ``step`` does, unless it has no batch or runs unit by unit.
@@ -72,6 +79,15 @@ class CutSearch:
         Raises:
             ValueError: it can't be cut, or not as the user asked.
         """
+        try:
+            return self._started(step, known)
+        except NoScheduleError as error:
+            if not error.by_units:
+                raise ValueError(str(error)) from error
+            self.unscheduled = str(error)
+            return *self._by_units(step, known, error), None
+
+    def _started(self, step: Step, known: Survey | None) -> tuple[Any, Stages, Program | None]:
         started = replace(step, starts=True)
         if step.batch is None or not start_hooks(step.module):
             return self._decide(step, known)
@@ -87,6 +103,8 @@ class CutSearch:
         if step.batch is None:
             return *self.spread.plan(step.module, _static(step.module), ()), None
         wanted = self._wanted(step)
+        if step.by_hand:
+            raise NoScheduleError(by_hand(step.module))
         surveyed = known or survey(step, one_more=wanted > 1 and not self.spread.weighs)
         if step.grad and not any(call.numel for call in walk(surveyed.root) if call.path):
             found = self._skipped(step, wanted)
@@ -108,14 +126,34 @@ class CutSearch:
         if cut.program is None and isinstance(cut.reason, SamplesMixError):
             cut = self._taken_as_one(step, first, cut, cut.reason)
         if cut.program is None:
-            if isinstance(cut.reason, HandedOnError) and not step.grad:  # it will run unit by unit
-                return first.plan, first.stages, None
             if isinstance(cut.reason, SharedWriteError) and self.spread.plan_once():
                 return self._decide(step, known)
             if isinstance(cut.reason, OutsideWriteError) and _is_small(cut.surveyed.root, cut.reason.owner):
                 return self._decide(step, replace(surveyed, root=as_units(surveyed.root, {cut.reason.owner})))
+            if isinstance(cut.reason, UnitError):
+                raise cut.reason
             raise ValueError(str(cut.reason))
         return cut.plan, self._without_unused(step.module, cut.stages, cut.program), cut.program
+
+    def _by_units(self, step: Step, known: Survey | None, reason: NoScheduleError) -> tuple[Any, Stages]:
+        """The plan of a step that runs unit by unit, each in one place.
+
+        Raises:
+            ValueError: it is a training step that the user asked to be cut.
+        """
+        spread = self.spread
+        if isinstance(spread.asked, int) and spread.asked > 1 and step.grad:
+            raise ValueError(
+                f"microbatches={spread.asked}: {reason} Or write {spread.takes_one}, with which the step runs layer by "
+                "layer, slower."
+            ) from reason
+        if step.grad:
+            spread.reason, spread.microbatches = BY_UNITS, 1
+        try:
+            root = (known or survey(step)).root
+        except Exception:  # it may need gradients, or values
+            root = _static(step.module)
+        return spread.plan(step.module, called_once(root), ())
 
     def _skipped(self, step: Step, wanted: int) -> tuple[Any, Stages, Program] | None:
         """By modules as they were made, where ``step`` returns no loss for its batch before it has called one; None

@@ -28,6 +28,7 @@ from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.held_modules import HeldModules
+from lightning_par.pipeline.plan.no_schedule import UnscheduledError, by_hand
 from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
@@ -74,6 +75,7 @@ class StagesPart(Part):
         self._late: LateWrites | None = None  # into weights, behind the step that has run
         self._followed: list[tuple[str, nn.Parameter]] = []  # the parameters' names, as the last step had them
         self._by_unit: dict[str, bool] = {}  # steps that have no schedule, and whether for good
+        self._told: set[str] = set()  # those of which that was told
 
     # --------------------------------------------------------------------------------------------------- around a run
 
@@ -218,8 +220,26 @@ class StagesPart(Part):
             key: of its draws.
             ahead: averages its gradients over replicas before that backward, if it may.
         """
-        module = step.module
         engine = self._prepared(step)
+        try:
+            if step.by_hand:
+                raise UnscheduledError(by_hand(step.module))
+            return self._scheduled(engine, step, optimizers, scale, key, ahead)
+        except NO_SCHEDULE as reason:
+            self._tell(step, reason)
+        self._late = None
+        return self._run_unit_by_unit(step)[0]
+
+    def _scheduled(
+        self,
+        engine: Engine,
+        step: Step,
+        optimizers: list[Optimizer],
+        scale: float,
+        key: tuple[int, int],
+        ahead: Ahead | None,
+    ) -> Any:
+        module = step.module
         parameters = engine.programs.tree.parameters()
         if parameters is not self._followed:  # the same list where nothing has changed
             self.spread.placement.follow(parameters)
@@ -229,17 +249,36 @@ class StagesPart(Part):
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:
             own = leaves(held.values())
-        if not engine.programs.reads_gradients:
-            assert self._outside is not None
-            self._outside.drop_gradients(spent_gradients(module, optimizers))
         named = dict(zip(held, own)) | ({} if engine.leaves is None else engine.leaves.found())
         if self._unverified:
             self._verify(engine, step, named, key)
             self._unverified = engine.skips  # then there was nothing to compare
+
+        def begin() -> None:
+            if not engine.programs.reads_gradients:
+                assert self._outside is not None
+                self._outside.drop_gradients(spent_gradients(module, optimizers))
+
         with held_refused(loggers_of(module)):
-            result = engine.train(step, self.spread.microbatches, named, scale, key, ahead)
+            result = engine.train(step, self.spread.microbatches, named, scale, key, ahead, begin)
         self._late = LateWrites(module, held, engine.programs.read_in_backward)
         return result
+
+    def _tell(self, step: Step, reason: BaseException) -> None:
+        """Warn once that ``step`` has no schedule.
+
+        Raises:
+            NotImplementedError: other ranks are not there.
+        """
+        if self.groups.pipeline.dry:
+            raise NotImplementedError(f"{step.name} runs layer by layer, which a dry run does not follow: {reason}")
+        if step.name not in self._told:
+            _warn(
+                f"{step.name} runs layer by layer, so that the ranks of a pipeline wait for one another, since no "
+                f"schedule can be made for it: {reason}",
+                self.groups.world.rank,
+            )
+        self._told.add(step.name)
 
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
         """Run a step without a backward; see `Engine.evaluate`. All ranks must call it.
@@ -253,13 +292,16 @@ class StagesPart(Part):
                     return engine.evaluate(step, self.spread.microbatches, key)
             except NO_SCHEDULE as reason:
                 self._by_unit[step.name] = not isinstance(reason, ReadFirstError) or reason.always
-        assert self._outside is not None
-        run = UnitByUnit(self._outside)
-        with self._outside.outside():
-            result = run_unit_by_unit(step, run, shows=engine.axis.rank == 0)
+        result, run = self._run_unit_by_unit(step)
         if not run.reads_first and not self._by_unit[step.name]:  # as where some batches alone are for text to look at
             del self._by_unit[step.name]
         return result
+
+    def _run_unit_by_unit(self, step: Step) -> tuple[Any, UnitByUnit]:
+        assert self._outside is not None
+        run = UnitByUnit(self._outside)
+        with held_refused(loggers_of(step.module)), self._outside.outside():
+            return run_unit_by_unit(step, run, shows=self.groups.pipeline.rank == 0), run
 
     def _prepared(self, step: Step) -> Engine:
         assert self.engine is not None

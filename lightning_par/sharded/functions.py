@@ -35,6 +35,11 @@ def name_of(func: Any) -> str:
     return str(name or getattr(func, "name", None) or func)  # scripted methods have another attribute for it
 
 
+def sets_data(func: Any) -> bool:
+    """Whether ``func`` is torch's ``x.data = ...``, or what has replaced it."""
+    return name_of(func) == "__set__" and getattr(func.__self__, "__name__", "") == "data"
+
+
 def operator_of(func: Any) -> str:
     """The name of an operator, as `__torch_dispatch__` is told of it; without ``aten::``."""
     return str(schema_of(func).name.removeprefix("aten::"))

@@ -12,6 +12,7 @@ plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -235,6 +236,10 @@ class ShardedTensor(KeepsClass, LocalAutograd):
                 return value._local
             value = value.full_tensor()
         return collectives.scatter(value, self._dim, self._positions, self._axis)
+
+    def part_of_gradient(self, share: Tensor, axes: Iterable[Axis]) -> Tensor:
+        """This rank's part of its gradient, of which each rank has the ``share``, whole but for a sum over ``axes``."""
+        return self.part_of(functools.reduce(collectives.leave, axes, share))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         import copy

@@ -51,6 +51,16 @@ class Step:
         """Samples in the batch: the size of its first tensor; 0 where it has none."""
         return next((x.shape[0] for x in tensors_in(self.batch) if x.ndim), 0)
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether it runs its backwards and optimizers itself."""
+        return self.grad and optimizes_by_hand(self.module)
+
+
+def optimizes_by_hand(module: nn.Module) -> bool:
+    """Whether the ``training_step`` of ``module`` runs its backwards and optimizers itself."""
+    return not getattr(module, "automatic_optimization", True)
+
 
 def call_step(module: nn.Module, step: Step) -> Any:
     """What the method of ``module`` returns, which is that of ``step`` or a copy of it."""

@@ -79,10 +79,11 @@ CUT = """
     gpt_groups gpt_own_clip gpt_grad_norm gpt_checkpointed recommender lstm vit lightning_demo hf_t5
 """.split()
 MIXED = ["mlp_batch_norm", "contrastive", "hf_bert"]
+UNSCHEDULED = ["gan", "mlp_gradient_penalty", "experts"]
 
 PIPELINES = [
     *(Row(case, "pp2") for case in CUT),
-    *(Row(case, "pp2-auto") for case in MIXED),
+    *(Row(case, "pp2-auto") for case in (*MIXED, *UNSCHEDULED)),
     *(Row(case, "pp2-uneven") for case in ("loss_ignore", "unet")),
     *(Row(case, "pp2", dict(schedule=schedule)) for schedule in SCHEDULES for case in ("gpt_tied", "unet")),
     Row("gpt_tied", "pp4", dict(schedule="1f1b")),

@@ -56,19 +56,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "16-mixed, scaled": dict(precision="16-mixed"),
 }
 
-# What layers that lie on different ranks can't do.
-_PLACED = {
-    "gan": "optimizes by hand",
-    "mlp_gradient_penalty": "torch.autograd.grad",
-}
 _ONE_MODULE = "has only 1 modules with parameters to place"
-_STAGED = _PLACED | {
-    "mlp_writes_into_view": "a value from another device is written into here, in place",
-    "experts": "the shape of a value in it depends on values",
-    **dict.fromkeys(("mlp_one_layer", "mlp_functional"), _ONE_MODULE),
+REFUSED = {
+    (name, case): _ONE_MODULE
+    for name in (*TWO, *FOUR)
+    if "pipeline" in name
+    for case in ("mlp_one_layer", "mlp_functional")
 }
-REFUSED = {("placement", case): why for case, why in _PLACED.items()}
-REFUSED |= {(name, case): why for name in (*TWO, *FOUR) if "pipeline" in name for case, why in _STAGED.items()}
 DRAWS = {"gpt_residual_dropout", "vae"}  # other draws than one device's, on shards and stages
 
 

@@ -551,9 +551,7 @@ FEATURES: dict[str, Feature] = {
     "`GradientAccumulationScheduler`": Feature(
         lambda at: at.fit(Net(), GradientAccumulationScheduler({0: 1, 1: 2}), max_epochs=2)
     ),
-    "several optimizers, manual optimization": Feature(
-        lambda at: at.fit(Adversaries()), dict.fromkeys(STAGES, "runs the backwards before the step returns")
-    ),
+    "several optimizers, manual optimization": Feature(lambda at: at.whole().fit(Adversaries())),
     "LBFGS": Feature(lambda at: at.fit(Quasi())),
     "learning rate schedulers": Feature(lambda at: at.fit(Scheduled(False), max_epochs=3)),
     "`ReduceLROnPlateau`": Feature(lambda at: at.fit(Scheduled(True), max_epochs=3)),

@@ -175,7 +175,7 @@ CASES: list[tuple[str, list[Any]]] = [
     ("gpt_tied", AXES),
     ("gpt_residual_dropout", AXES),
     ("mlp_batch_norm", ["pipeline_parallel", dict(data_parallel_size=2)]),
-    ("gan", ["tensor_parallel"]),
+    ("gan", ["tensor_parallel", "pipeline_parallel"]),
     ("hf_bert", [dict(pipeline_parallel_size=2, tensor_parallel_size=2)]),
 ]
 
@@ -255,7 +255,8 @@ def test_a_function_with_a_memory_is_found_in_what_lies_below_it(pool: Pool) -> 
 
 
 def test_what_is_refused_comes_with_its_message_and_what_ends_otherwise_with_how(pool: Pool) -> None:
-    (verdict,) = pool.run(1, _check, "gan", ["pipeline_parallel", dict(tensor_parallel_size=3)], devices=2)
+    layouts = [dict(pipeline_parallel_size=2, microbatches=2), dict(tensor_parallel_size=3)]
+    (verdict,) = pool.run(1, _check, "gan", layouts, devices=2)
     assert _states(verdict) == ["refused"] * 2 and not verdict
     assert "optimizes by hand (automatic_optimization = False)" in verdict.layouts[0].message
     assert verdict.layouts[1].message.startswith("tensor_parallel_size=3, but the Trainer starts 2 processes")

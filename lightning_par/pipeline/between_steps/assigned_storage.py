@@ -204,6 +204,10 @@ class Replicas:
                 del self._noted[key]
         self._left.clear()
 
+    def close(self) -> None:
+        """The run ends: nothing is given values from now on, and nothing refers to weights, which may be swapped."""
+        self._noted.clear()
+
     def _stay_alone(self) -> list[bool]:
         """Which replicas are given values, told by this rank alone."""
         lying = [self._lying(key, x) for key, x in self._noted.items()]

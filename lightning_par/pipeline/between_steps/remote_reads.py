@@ -37,7 +37,7 @@ from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.functions import name_of, sets_data
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.who_reads import is_inner
@@ -105,6 +105,7 @@ class JointGradients:
         self._unseen += 1
         self._spread.forget_views()
         self.ends.close()
+        self.replicas.close()
         self._optimizers.close()
 
     def forget(self) -> None:
@@ -189,6 +190,8 @@ class JointGradients:
         too; else `NotImplemented`."""
         if not any(map(self.is_weight, tensors_in((args, kwargs)))):
             return NotImplemented
+        if sets_data(func) and self.set_data(*args, frame):  # as a step's mode asks for it where there is a part
+            return None
         name = name_of(func)
         user = user_who_asks(self, func, name, args, frame)
         return NotImplemented if user is None else self.run(user, func, name, args, kwargs)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from lightning_par.pipeline.between_steps.given_objects import Given
 from lightning_par.pipeline.between_steps.unit_graph import Group, UnitGraph, innermost, with_innermost
@@ -53,10 +54,13 @@ class UnitBackward:
         linked: dict[int, Tensor] = {}
         for group in graph.groups:
             inputs = [*(innermost(linked[n]) for n in group.of), *(self.inputs[name] for name in group.inputs)]
-            own = [innermost(made[n]) for n in (*group.members, *group.of)] if self.here else [torch.empty(0)]
             values = [innermost(graph.tensors[n]).detach() for n in group.members]
             with torch.enable_grad(), without_saved_tensors_hooks():
-                found = _OfUnit.apply(_Part(self, group), values, own, *inputs)
+                mine = (innermost(made[n]) for n in (*group.members, *group.of)) if self.here else ()
+                own = [*map(_GraphAlone.apply, mine)] or [torch.empty(0)]
+                there = {**linked, **dict(zip(group.members, values, strict=True))}
+                aliases = [innermost(there[n]) for n in graph.aliases if n in there]
+                found = _OfUnit.apply(_Part(self, group), values, own, aliases, *inputs)
             linked.update((n, with_innermost(graph.tensors[n], x)) for n, x in zip(group.members, found, strict=True))
         given = self.inputs.given()
         for n in graph.lost:
@@ -96,7 +100,7 @@ class _Part:
         """The gradients of the inputs. All ranks must call it.
 
         Args:
-            own: the tensors, and those that they were made of, where they have their own graph.
+            own: what is behind the tensors, and behind those that they were made of, where they have their own graph.
             grads: theirs.
             asked: which of the inputs' gradients are asked for.
         """
@@ -139,7 +143,7 @@ class _Part:
         seeds = self._what_is_left(seeds)
         wanted = [n for n, is_asked in enumerate(asked) if is_asked]
         if seeds and wanted:
-            own = [*of, *(leaves := [call.inputs.leaves[name] for name in self.group.inputs])]
+            own: list[Any] = [*map(_edge, of), *(leaves := [call.inputs.leaves[x] for x in self.group.inputs])]
             hooks = [pair for x in leaves for pair in take_hooks(x)]  # they see the gradient where it arrives for good
             try:
                 found = torch.autograd.grad(
@@ -200,13 +204,36 @@ class _OfUnit(torch.autograd.Function):
     is_told = True
 
     @staticmethod
-    def forward(ctx: Any, part: _Part, values: list[Tensor], own: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.part = part
+    def forward(
+        ctx: Any, part: _Part, values: list[Tensor], own: list[Tensor], aliases: list[Tensor], *inputs: Tensor
+    ) -> Any:
+        ctx.part, ctx.own = part, len(own)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*own)  # torch drops them, and with them the graph, or says that it has
+        # Torch drops them, and with them the graph, or says that it has; and it says of what is written into since that
+        # it was, which on one device its aliases would see.
+        ctx.save_for_backward(*own, *aliases)
         return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         asked = [is_asked_for(node) for node, _ in ctx.next_functions]
-        return None, None, None, *ctx.part.backward(ctx.saved_tensors, grads, asked)
+        return None, None, None, None, *ctx.part.backward(ctx.saved_tensors[: ctx.own], grads, asked)
+
+
+class _GraphAlone(torch.autograd.Function):
+    """The graph of a tensor, which is let go with it, without its values: user code may write into these, for which it
+    matters alone whether the unit's own code needs them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def _edge(behind: Tensor) -> GradientEdge:
+    """Where gradients of the tensor arrive that `_GraphAlone` was asked of."""
+    node: Any = behind.grad_fn
+    return GradientEdge(*node.next_functions[0])

@@ -1,9 +1,9 @@
-"""A step without a backward that goes by values of the model, run as code between steps is: unit by unit.
+"""A step that no schedule can be made for, run as code between steps is: unit by unit.
 
-What such a step does next, as in a loop that generates text, is not known before a value is there, so that no schedule
-can be made for it. All ranks run it alike, each unit where its weights are, and all have its result at once. So does
-one that writes into weights of several stages, as to try out their averages, or that goes by what units leave in
-objects, as in a cache that they fill.
+What a step does next that goes by values of the model, as in a loop that generates text, is not known before a value is
+there. All ranks run it alike, each unit where its weights are, and all have its result at once; a backward goes through
+the units likewise. So does a step that runs its own backwards and optimizers, that asks for gradients itself, writes
+into weights of several stages, or goes by what units leave in objects, as in a cache that they fill.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import nn
 
 from lightning_par.pipeline.effects.console import Hearing, Said, hearing_loggers
 from lightning_par.pipeline.effects.metrics import as_event, calling
-from lightning_par.pipeline.program.make_program import StepWriteError
+from lightning_par.pipeline.plan.no_schedule import UnscheduledError
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.trial.analysis import ReadFirstError
-from lightning_par.pipeline.trial.side_inputs import HandedOnError
 from lightning_par.private.compiler import as_compiled
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.python_state.snapshot import Snapshot
@@ -28,8 +27,11 @@ from lightning_par.sharded.functions import READS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.step import Step, call_step
 
-NO_SCHEDULE = (ReadFirstError, StepWriteError, HandedOnError)
-"""Why a step without a backward is to be run in this way, as its trials say."""
+NO_SCHEDULE = (ReadFirstError, UnscheduledError)
+"""Why a step is to be run in this way, as is known before any of it has run."""
+
+
+_BACKWARDS = ("backward", "grad")
 
 
 class Carry(Protocol):
@@ -57,8 +59,15 @@ class UnitByUnit(Run):
         self._called = self._read = False
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._read |= self._called and getattr(func, "__name__", "") in READS
-        return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        self._read |= self._called and name in READS
+        if name not in _BACKWARDS:
+            return func(*args, **kwargs)
+        depth, self.depth = self.depth, 0  # what checkpointing runs again there calls units of its own
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.depth = depth
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.reads_first |= self._read
@@ -81,7 +90,7 @@ def run_unit_by_unit(step: Step, run: UnitByUnit, shows: bool) -> Any:
     """What ``step`` returns. All ranks must call it.
 
     Args:
-        step: without a backward.
+        step: on the whole batch.
         run: entered around it.
         shows: whether this rank prints.
     """

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.private.graph import Accumulation, function_of, node_of
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -38,6 +41,7 @@ class UnitGraph:
         written: which hold what the run has written into the inputs of these names.
         stored: the names of the changes that hold some of them, or what stood for inputs.
         retains: which were asked to keep their gradients.
+        aliases: which share memory with others that travel, or were given: on other ranks they don't.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -46,6 +50,7 @@ class UnitGraph:
     written: dict[str, int] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)
     retains: list[int] = field(default_factory=list)
+    aliases: list[int] = field(default_factory=list)
 
     def find_groups(self, name_of: Callable[[Tensor], str | None]) -> None:
         """Look what ``tensors`` were made of, where they have their graph.
@@ -64,6 +69,16 @@ class UnitGraph:
             of = sorted({i for n in members for i in kept[n].of})
             inputs = sorted({name for n in members for name in kept[n].inputs})
             self.groups.append(Group(members, tuple(of), tuple(inputs)))
+
+    def find_aliases(self, others: Iterable[Tensor]) -> None:
+        """Look which of ``tensors`` share memory with one another, or with ``others``."""
+        lying: dict[int, set[int]] = {}
+        for x in map(innermost, (*self.tensors, *others)):
+            if x.layout is torch.strided and not is_elsewhere(x):
+                lying.setdefault(memory_of(x), set()).add(id(x))
+        several = {n for those in lying.values() if len(those) > 1 for n in those}
+        written = {*self.written.values()}
+        self.aliases = [n for n, x in enumerate(self.tensors) if n not in written and id(innermost(x)) in several]
 
 
 @dataclass

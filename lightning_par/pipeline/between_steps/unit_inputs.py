@@ -90,6 +90,11 @@ class UnitInputs:
         """How many tensors it is given."""
         return len(self._tensors)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that it is given."""
+        return [*self._tensors.values()]
+
     def given(self) -> list[Tensor]:
         """The tensors that it is given, and its weights, as far as they require a gradient."""
         return [x for x in (*map(innermost, self._tensors.values()), *map(self._end, self.weights)) if x.requires_grad]

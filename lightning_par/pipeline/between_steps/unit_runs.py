@@ -172,15 +172,15 @@ class UnitRuns:
 
 def _graph(told: _Told, inputs: UnitInputs, known: Known) -> tuple[UnitGraph, list[Tensor]]:
     """The graph of a run that is about to be told, and its tensors here."""
-    found = in_graph([*returned_tensors(told.result), *tensors_in(told.left)])
-    found = [x for x in found if known.name_of(x) is None]
-    graph = UnitGraph(found)
+    travels = [*returned_tensors(told.result), *tensors_in(told.left)]
+    graph = UnitGraph([x for x in in_graph(travels) if known.name_of(x) is None])
     for name in told.done.written:
         x = inputs.rewritten(name)
         if x is not None:
             graph.written[name] = len(graph.tensors)
             graph.tensors.append(x)
     graph.find_groups(lambda leaf: inputs.name_of(leaf, known.name_of))
+    graph.find_aliases([*travels, *inputs.tensors])
     graph.retains = [n for n, x in enumerate(graph.tensors) if x.retains_grad]
     moved = {*map(id, graph.tensors), *inputs.standing}
     assert told.left is not None
@@ -201,7 +201,8 @@ class _Rewritten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, grads[0]
+        # of a view torch would take None for all of its base, beside the view, too
+        return torch.zeros_like(grads[0]), grads[0]
 
 
 def _rewritten(x: Tensor, value: Tensor) -> None:

@@ -111,4 +111,4 @@ def _taken(owner: JointGradients, weight: Any, gradient: Tensor) -> Tensor | Non
     shares = RunState.current.shared_backward
     summed = backward_reach.sharing(innermost(weight), shares)  # by who syncs gradients
     among_parts = tuple(axis for axis in shares if not any(axis is other for other in summed))
-    return innermost(weight.part_of(backward_reach.leave(gradient, among_parts)))
+    return innermost(weight.part_of_gradient(gradient, among_parts))

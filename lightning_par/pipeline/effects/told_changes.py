@@ -129,12 +129,13 @@ def leave_what_cannot_travel(told: Told, known: Known, device: torch.device, mad
 
 
 def _whole(calls: dict[int, Changed], known: Known) -> dict[int, Changed]:
-    """Made whole, what the ranks of this stage have in parts: those of others have no part of it. All of these call it;
-    they go on with their parts."""
+    """Made whole, what the ranks of this stage have in parts: those of others have no part of it, but where it travels
+    in parts. So does what has a graph, which the whole would not have. All of these call it; they go on with their
+    parts."""
 
     def whole(x: Tensor) -> Tensor:
         in_parts = isinstance(x, ShardedTensor) and known.name_of(x) is None
-        return full(x).detach() if in_parts else x
+        return full(x).detach() if in_parts and not (x.requires_grad and known.made_of(x)) else x
 
     with no_modes(), torch.no_grad():
         return map_tensors(whole, calls)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ import torch
 
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.program.routes import stage_of
-from lightning_par.pipeline.trial.side_inputs import HandedOnError
+from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.python_state.changes import Change, as_it_is
 from lightning_par.python_state.snapshot import plainly
 from lightning_par.trial.guesses import EndlessError
@@ -87,7 +87,7 @@ def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], micro
         microbatches: into how many the batch is cut.
 
     Raises:
-        HandedOnError: code goes by what a unit changes, and won't have it.
+        UnitError: code goes by what a unit changes, and won't have it.
     """
     aftereffects = whole.changes.aftereffects
     paths = [path for path in aftereffects if path in whole.homes]
@@ -105,7 +105,7 @@ def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], micro
         return
     found = tuple(path for path in paths if _differs(whole, run, seen_by([path]), repeats)) if len(paths) > 1 else ()
     first, *_ = found = found or tuple(paths)
-    raise HandedOnError(
+    raise UnitError(
         f"code outside of {first!r} goes by what that changes when it runs: {aftereffects[first]}. Other stages "
         "of the pipeline don't have it in time. Return it from the module's forward, and take it as an argument, or "
         "use TensorParallelStrategy.",

@@ -37,7 +37,7 @@ def show_placement(
         plan: which module runs where.
         module: whole, with its tied parameters still tied.
         placement: who holds which parameter.
-        program: of the recorded step; None where there was no batch to look at.
+        program: of the recorded step; None where there was no batch to look at, or no schedule for it.
         reason: why the batch runs whole, where the user asked for more microbatches.
         layout: all axes, for the title.
         seconds: that planning took.
@@ -47,6 +47,8 @@ def show_placement(
     header = ("device", "layers", "bytes held", "sends a batch")
     crossings = [] if program is None else crossing_bytes(program)
     rows = placement_rows(plan, held_bytes(module, placement, len(plan.stages)), crossings)
+    if program is None:  # what a step sends that has no schedule is not known before
+        header, rows = header[:-1], [row[:-1] for row in rows]  # type: ignore[assignment, misc]
     show_table(title, header, rows, placement_footer(plan, module, placement, program, reason), wraps=1)
 
 
@@ -77,6 +79,8 @@ def placement_footer(
     if program is not None:
         m = program.microbatches
         lines.append(f"{m} microbatch{'es' if m > 1 else ''}{f': {reason}' if reason else ''}.")
+    elif reason:
+        lines.append(f"1 microbatch: {reason}.")
     return lines + shared_line(module, placement.holders, "devices")
 
 

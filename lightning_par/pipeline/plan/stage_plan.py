@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_par.pipeline.plan.balance_time import UnitCall, costs_of, split
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.plan.units import ModuleCall, choose_units, list_names, unit_calls, walk
 from lightning_par.pipeline.plan.user_stages import Asker, Wishes, check_wishes, cut_stages, glob_stages
 
@@ -86,7 +87,7 @@ def make_stage_plan(
     Raises:
         TypeError: ``wishes`` are of another type.
         ValueError: ``wishes`` name an unknown module, leave one out, send values backwards or do not fit ``stages``; or
-            there are fewer modules than stages.
+            there are fewer modules than stages: NoScheduleError where some can't be taken apart.
 
     Example::
 
@@ -157,7 +158,7 @@ def _check_count(root: ModuleCall, calls: Sequence[UnitCall], who: Asker) -> Non
             closed.setdefault(call.closed, []).append(call.path)
     reasons = ", ".join(f"{list_names(paths)} ({reason})" for reason, paths in closed.items())
     why = f" What can't be taken apart: {reasons}." if closed else ""
-    raise ValueError(
+    raise (NoScheduleError if closed else ValueError)(
         f"{who.name} needs {who.stages} stages, but {who.module} has only {len(units)} modules with parameters to "
         f"place: {list_names(units)}.{why} Use fewer devices, or a schedule with fewer stages a rank."
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.plan.stage_ranges import Cut
 from lightning_par.pipeline.program.backward_reads import BackwardReads
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_metric_call
@@ -26,10 +27,6 @@ from lightning_par.trial.step import Step, loss_in
 
 class SharedWriteError(UnitError):
     """A step writes into a tensor that several ranks hold."""
-
-
-class StepWriteError(SharedWriteError):
-    """Of one that the step's own code writes, which all ranks may run alike where there is no backward."""
 
 
 class OutsideWriteError(UnitError):
@@ -101,25 +98,27 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
     for name in sorted({name for name, _ in run.overwritten}):
         units = [path for path in run.homes if any(tensors[name] is x for x in _held(step.module.get_submodule(path)))]
         if not units and run.homes and name in buffers:
-            error = OutsideWriteError(
+            outside = OutsideWriteError(
                 f"{places[name]}: the step writes into {name!r} outside of the modules that are placed, "
                 "where each rank has a copy of it. Call the layer that does so as a module.",
                 None,
             )
-            error.owner = name.rpartition(".")[0]
-            raise error
+            outside.owner = name.rpartition(".")[0]
+            raise outside
         ranks = {rank for path in units for rank in run.stages.holders(path)}
         used = [(path, index) for path, index in (*run.overwritten, *run.direct) if path == name]
         ranks |= {cut.at[stage_of(cut.starts, index)] for _, index in used}
         if len(ranks) > 1:
             others = "LayerPlacementStrategy or TensorParallelStrategy" if run.relays else "TensorParallelStrategy"
             within = any(isinstance(run.events[index].func, str) for _, index in run.overwritten)
-            raise (SharedWriteError if within else StepWriteError)(
+            error = SharedWriteError(
                 f"{places[name]}: the step writes into {name!r}, which is used on ranks "
                 f"{' and '.join(map(str, sorted(ranks)))} of the pipeline, of which one would write. Write into it in "
                 f"the forward of the only module that uses it, in on_train_batch_start, or use {others}.",
                 units[0] if units else None,
             )
+            error.by_units = not within  # a layer would on its own rank alone
+            raise error
     return frozenset(name for name, _ in run.overwritten)
 
 
@@ -167,7 +166,7 @@ def _refuse_partial(run: Analysis, uses: Sequence[Use], starts: Sequence[int]) -
         stages = {stage_of(starts, use) for other, use in uses if other == key and use not in (index, inf)}
         unseen = {stage for stage in stages if stage < here or stage > here and not run.relays}
         if stage_of(starts, key[0]) != here and unseen:
-            raise ValueError(
+            raise NoScheduleError(
                 f"{event.place}: a hook is put here on a value that was made on another stage of the pipeline, at "
                 f"{run.events[key[0]].place}, and that is used there, too: it would meet a part of the gradient. "
                 "Register it right behind the line that makes the value."
@@ -191,7 +190,7 @@ def _refuse_torn(run: Analysis, routes: Routes, uses: Sequence[Use], starts: Seq
                 stage = stage_of(starts, event)
                 views = (coming[stage] if event < run.tail else {*routes.tail}).intersection(keys)
                 if len(views) > 1 or (key in last and stage != stage_of(starts, key[0])):
-                    raise ValueError(
+                    raise NoScheduleError(
                         f"{run.events[event].place}: a value from another device is written into here, in place, and "
                         f"seen elsewhere through another tensor, made at {run.events[key[0]].place}. Write a function "
                         "that returns a new tensor, e.g. `x = x + y` for `x += y`, or put both lines in one place."
@@ -243,7 +242,7 @@ def _measured(run: Analysis) -> set[Key]:
     calls = {index for index, event in enumerate(run.events) if is_metric_call(event)}
     for event in run.events[: run.tail]:
         if any(index in calls for index, _ in event.inputs):
-            raise ValueError(
+            raise NoScheduleError(
                 f"{event.place}: the value of a metric is used here, before the last module is called. In a pipeline "
                 "metrics are updated on the last stage: use their values behind the last module."
             )
@@ -261,14 +260,14 @@ def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
 def _refuse_reads(run: Analysis, last: int) -> None:
     for index, place in run.reads:
         if index < last and index not in run.guards:
-            raise ValueError(
+            raise NoScheduleError(
                 f"{place}: the step reads a value that depends on the model here, and goes on to modules that are on a "
                 "later stage, which can't know it in time. Move this into a module's forward, compute it with tensors "
                 "(torch.where), or use TensorParallelStrategy."
             )
     for event in run.events[:last]:
         if event.unsized and not event.claimed:
-            raise ValueError(
+            raise NoScheduleError(
                 f"{event.place}: how many values `{getattr(event.func, '__name__', event.func)}` returns depends on "
                 "values of the model, and modules of a later stage follow. Move this into the forward of a module that "
                 "stays in one place, or use TensorParallelStrategy."

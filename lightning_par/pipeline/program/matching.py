@@ -16,6 +16,7 @@ from lightning_par.pipeline.effects.logged_outputs import Recorder
 from lightning_par.pipeline.effects.unit_reach import is_within
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.dry_run import ChangedError, DryRun
 from lightning_par.pipeline.program.held_objects import HeldByUnits
@@ -182,7 +183,7 @@ class Matching:
             changed = [name for name in sorted(own) if state.cells[name].change_unlent() is not None]
             if changed:
                 state.restore()
-                raise ValueError(
+                raise NoScheduleError(
                     f"{step.name} changes {changed[0]} by other code than the forward of {path!r}, which changes "
                     "what it holds, too. That runs on the ranks that have its weights alone. Call it as a module, or "
                     "keep what is changed elsewhere in the LightningModule."

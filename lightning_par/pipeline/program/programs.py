@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError, UnscheduledError
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.lent_buffers import lacking_buffers
 from lightning_par.pipeline.program.matching import Matching
@@ -22,7 +23,6 @@ from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.update_calls import UpdateCall, joined_calls
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import TENSORS, Attributes, flags_among
-from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.modes import DisableTorchFunctionSubclass
@@ -60,6 +60,7 @@ class Programs:
     hooks: Hooks
     made: dict[Any, list[Program]] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
+    unscheduled: dict[Any, str] = field(default_factory=dict)
     studies: dict[Any, int] = field(default_factory=dict)
     deciding: set[str] = field(default_factory=set)
     _kinds: set[Any] = field(default_factory=set)  # of batches so far
@@ -83,7 +84,11 @@ class Programs:
         return [name for name in names if name in found]
 
     def prepare(self, step: Step, microbatches: int) -> Prepared:
-        """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
+        """Find the program of ``step``, made before or made now, and compute what depends on the batch alone.
+
+        Raises:
+            UnscheduledError: there is none.
+        """
         samples = step.samples
         if not samples and tensors_in(step.batch):
             raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
@@ -163,6 +168,8 @@ class Programs:
     def _study(self, step: Step, microbatches: int, signature: Any) -> int:
         """Add a program to those that were made; returns the count of microbatches that it is for."""
         shapes = signature[:-1]
+        if signature in self.unscheduled:
+            raise UnscheduledError(self.unscheduled[signature])
         if signature in self.refused or shapes in self.refused:
             return 1
         self.studies[shapes] = self.studies.get(shapes, 0) + 1
@@ -172,9 +179,12 @@ class Programs:
         program, mixed, axis = None, None, MicrobatchAxis(microbatches, 0)
         try:
             program = study(step, self.stages, microbatches, axis)
-        except (SamplesMixError, UnitError) as error:
+        except (SamplesMixError, NoScheduleError) as error:
             if microbatches == 1:
-                raise
+                if isinstance(error, SamplesMixError) or not error.by_units:
+                    raise
+                self.unscheduled[signature] = str(error)
+                raise UnscheduledError(str(error)) from error
             mixed = str(error)
         if self._goes_by_contents:
             self.hooks.meeting.at_any_time("studied a step anew", _ALIKE)
@@ -209,7 +219,7 @@ class Programs:
             for stage in stages if name not in self.stages.homes else ():
                 holders = self.holds(name)
                 if program.at[stage] not in holders:
-                    raise ValueError(
+                    raise UnscheduledError(
                         f"{step.name} uses {name!r} on rank {program.at[stage]} of those that share the model, but it "
                         f"is held by rank {', '.join(map(str, holders))} alone, by the steps that came "
                         "first. Use it in the forward of the module that it belongs to, or place modules so that both "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import writes_into
@@ -43,14 +44,14 @@ class Lent:
         """A function of the batch alone is about to run.
 
         Raises:
-            NotImplementedError: it writes into what a module was given before, or reads what a module wrote.
+            NoScheduleError: it writes into what a module was given before, or reads what a module wrote.
         """
         self.about_to_take(tensors_in((args, kwargs)))
         into = [kwargs.get("out")] if "out" in kwargs else list(args[:1])
         if not (writes_into(name) or kwargs.get("inplace") is True or "out" in kwargs):
             return
         if any(memory_reference(x) in self._given for x in tensors_in(into)):
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"{user_line()}: `{name}` writes into a tensor that a module was given before, or that was logged. "
                 "Over several ranks such tensors are computed first of all. Write the function that returns a new one, "
                 "e.g. `x = x + 1` for `x += 1`."
@@ -60,10 +61,10 @@ class Lent:
         """Something takes ``tensors`` of the batch alone.
 
         Raises:
-            NotImplementedError: a module wrote into one of them.
+            NoScheduleError: a module wrote into one of them.
         """
         if self._written and any(memory_reference(x) in self._written for x in tensors):
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"{user_line()}: a tensor is used here into which a module wrote in place, on the rank that it is on. "
                 "Let the module work on a copy: `x = x.clone()` before it writes."
             )

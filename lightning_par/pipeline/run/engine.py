@@ -39,6 +39,9 @@ from lightning_par.sharded.tensor import full
 from lightning_par.trial.step import Step, loss_in
 
 
+def _nothing() -> None: ...
+
+
 @dataclass
 class Engine:
     """Runs steps of one module, which is already spread over the ranks.
@@ -108,6 +111,7 @@ class Engine:
         scale: float,
         key: tuple[int, ...],
         ahead: Ahead | None = None,
+        begin: Callable[[], None] = _nothing,
     ) -> Any:
         """Run a training step and its backwards.
 
@@ -118,13 +122,18 @@ class Engine:
             scale: of the loss in the backward that delivers them.
             key: of its draws.
             ahead: averages gradients over replicas before that one, unless hooks must see them first.
+            begin: called once there is a schedule.
 
         Returns:
             What the step returned; the loss in it has the gradients behind it.
+
+        Raises:
+            UnscheduledError: nothing of the step has run, since there is no schedule for it.
         """
         casts = WeightCasts(self.device.type, step.context)
         step = replace(step, context=casts.context) if casts.lowers else step
         ready = self._prepared(step, microbatches)
+        begin()
         schedule = self.order.training([part.program for part in ready.parts])
         expected = self._expected(ready, step)
         scale = scale / gradient_shares.ranks()  # each rank's share of the loss's gradient

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.constants import words_of
 from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.program.microbatch_values import cut_to
@@ -132,13 +133,13 @@ class Analysis(AnalysisNotes):
             if not self.homes and any(frame.numel for frame in self.frames[1:]):
                 self.close_modules("it calls torch.autograd.grad", reads=True)
                 return self.run_function(func, args, kwargs)
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"{user_line()}: torch.autograd.grad within a step needs the graph of all stages of the pipeline at "
                 "once. Use TensorParallelStrategy."
             )
         if name == "__deepcopy__" and self.homes and isinstance(args[0], nn.Parameter):
             # a parameter that is none of a trial's fakes is copied by no torch function, which stages could follow
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"{user_line()}: the step makes a deep copy of {self.values.names[id(args[0])]!r}, which one stage of "
                 "the pipeline has. Copy it between steps, as in on_train_batch_start, where all ranks see all weights; "
                 "write `p.detach().clone()` for its values alone; or use TensorParallelStrategy."

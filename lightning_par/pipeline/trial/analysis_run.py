@@ -16,6 +16,7 @@ from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight
 from lightning_par.pipeline.effects.unit_state import UnitState
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.run.handed_out import attributes_with
@@ -27,7 +28,7 @@ from lightning_par.pipeline.trial.batch_classes import classes_of
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.left_values import LeftValues
 from lightning_par.pipeline.trial.placeholders import standing_in
-from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError
+from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.unit_buffers import UnitBuffers
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
@@ -110,7 +111,7 @@ class AnalysisRun:
         best = explore(trial, patterns)
         found, error = best.value
         if isinstance(error, EndlessError):
-            raise ValueError(
+            raise NoScheduleError(
                 f"{error}: no rank knows how often that loop runs without the model's values, which are on several. "
                 "Use TensorParallelStrategy, or a loop of a fixed length."
             )
@@ -133,7 +134,7 @@ def _told(error: Exception, name: str) -> Exception:
     place = getattr(error, "read_at", None)
     if place is None:
         return error
-    return ValueError(
+    return NoScheduleError(
         f"{type(error).__name__} in a trial run of {name}: {error}. At {place} it reads a value of the model, which is "
         "made up there: no rank of a pipeline has it before training. Where shapes go by such a value, use "
         "TensorParallelStrategy, or compute with tensors instead."
@@ -202,11 +203,11 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
 
 
 def _refuse_handing_keepers(run: Analysis, stages: Stages) -> None:
-    """Raises `HandedOnError` where a unit changes something beside the attributes by which it hands values out: what is
+    """Raises `UnitError` where a unit changes something beside the attributes by which it hands values out: what is
     around its calls sets those, and the ranks could not tell whose the state is."""
     for path in (path for path in stages.hands_out if path in run.changes.keeping):
         names = ", ".join(sorted({key for _, key in stages.hands_out[path]}))
-        raise HandedOnError(
+        raise UnitError(
             f"{path!r} hands out what other code uses, by {names}, and changes what {run.changes.keeping[path]} "
             "holds, too, on the stage of the pipeline that runs it. Return the value from the forward, keep the "
             "other in a buffer, or use TensorParallelStrategy.",

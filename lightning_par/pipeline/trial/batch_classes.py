@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -33,7 +34,7 @@ class BatchClasses:
         step: on the batch.
 
     Raises:
-        NotImplementedError: a tensor holds others, or its operations are not torch's.
+        NoScheduleError: a tensor holds others, or its operations are not torch's.
     """
 
     def __init__(self, step: Step) -> None:
@@ -43,7 +44,7 @@ class BatchClasses:
             if kind is None:
                 continue
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensors_in(list(vars(x).values())):  # type: ignore[attr-defined]
-                raise NotImplementedError(
+                raise NoScheduleError(
                     f"{step.name} is given a {_name(kind)} in its batch, which holds more than its values, or does "
                     "itself what torch does below the level of functions: a pipeline does not follow that from stage "
                     "to stage. Take plain tensors in on_after_batch_transfer, or use TensorParallelStrategy."

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_draws import DRAWING
 from lightning_par.pipeline.program.event_functions import is_metadata
@@ -90,7 +91,7 @@ class FakeRun(CallTree, Run):
                 "the model, as `self.all_gather` does, or use TensorParallelStrategy."
             )
         if self.training and getattr(func, "__name__", "") == "retain_grad" and not args[0].is_leaf:
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"{user_line()}: a training step keeps the gradient of what it computes (retain_grad), which one rank "
                 "of the pipeline has, and the others would have None. Take it by `x.register_hook`, which all ranks "
                 "run, or use TensorParallelStrategy."
@@ -117,7 +118,7 @@ class FakeRun(CallTree, Run):
                     self.trace.note(func, args, kwargs, result, self.draws.places)
             return result
         if self.training and sets_requires_grad(func, args, kwargs):
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"{user_line()}: a training step changes whether a parameter requires a gradient. Each rank of the "
                 "pipeline runs the step up to the end of its stages, and would not come to the line that changes it "
                 "back. Do it between steps, as in on_train_batch_start, or use x.detach() or TensorParallelStrategy."
@@ -143,7 +144,7 @@ class FakeRun(CallTree, Run):
         if self.training and getattr(func, "__name__", "") in HOOKS:
             self.hooked = True
             if isinstance(args[0], nn.Parameter):
-                raise NotImplementedError(
+                raise NoScheduleError(
                     f"{user_line()}: a hook on a parameter is registered within a step, which each rank of the "
                     "pipeline runs for each of its stages. Register it before, as in on_fit_start or __init__."
                 )

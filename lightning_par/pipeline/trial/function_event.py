@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import StepEvent, is_located
 from lightning_par.pipeline.program.read_only_inputs import memory_reference
@@ -82,11 +83,11 @@ def record_data(run: Analysis, func: Any, args: Any, inputs: list[Tensor]) -> No
     """`parameter.data = value`, which is what it will be where it is.
 
     Raises:
-        NotImplementedError: that is no parameter, or ``value`` has another shape.
+        NoScheduleError: that is no parameter, or ``value`` has another shape.
     """
     x, value = args
     if not run.values.is_parameter(x) or x.shape != value.shape:
-        raise NotImplementedError(
+        raise NoScheduleError(
             f"{user_line()}: the step sets the `.data` of a value that may be on another stage of the pipeline, or "
             "gives a parameter another shape. Use the new value under a name of its own."
         )

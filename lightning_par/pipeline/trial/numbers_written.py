@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.batch_values import written_by
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -47,12 +48,12 @@ def written_anew(run: Analysis, index: int) -> None:
     """The event ``index`` sees numbers that were read: let each run have its own of what it writes into.
 
     Raises:
-        NotImplementedError: that is a tensor of the batch.
+        NoScheduleError: that is a tensor of the batch.
     """
     found = run.values.memory_of_batch.get(index)
     written = frozenset[int]() if found is None else found.written
     if written & memory_in(run.values.kept[0]):
-        raise NotImplementedError(
+        raise NoScheduleError(
             f"{run.events[index].place}: something is written into the batch by a value of the model, which only one "
             "stage of the pipeline has. Write into a copy: `x = x.clone()`."
         )

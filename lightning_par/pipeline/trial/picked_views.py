@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.sharded.rules.lookup import user_line
@@ -66,7 +67,7 @@ class Picked:
         """The function ``name`` is about to write into ``target``, a value of the model that an event made.
 
         Raises:
-            NotImplementedError: that is a part of a view.
+            NoScheduleError: that is a part of a view.
         """
         memory = memory_reference(target)
         view = None if memory is None else self._views.get(memory)
@@ -74,19 +75,19 @@ class Picked:
             return
         place = f"{user_line()}: `{name}` {_WRITES_INTO_PICKED}"
         if name == "__setitem__" or key != (view.event, 0) or len(view.places) != 1:
-            raise NotImplementedError(place)
+            raise NoScheduleError(place)
         self._written = view, target, place
 
     def about_to_run(self, name: str, given: Sequence[Any]) -> None:
         """The function ``name``, or a module, or the end of the step, comes next, and is ``given`` these.
 
         Raises:
-            NotImplementedError: a view was written into, and this does not assign it.
+            NoScheduleError: a view was written into, and this does not assign it.
         """
         if self._written is None:
             return
         (view, value, why), self._written = self._written, None
         assigned = name == "__setitem__" and len(given) == 3 and given[0] is view.of and given[1] is view.places[0]
         if not assigned or given[2] is not value:
-            raise NotImplementedError(why)
+            raise NoScheduleError(why)
         self.copied.append(view.event)

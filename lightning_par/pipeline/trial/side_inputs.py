@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.plan.stage_ranges import HandsOut
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -19,7 +20,7 @@ from lightning_par.sharded.tensor import ShardedTensor
 _alias = torch.ops.aten.alias.default
 
 
-class UnitError(ValueError):
+class UnitError(NoScheduleError):
     """A module can't be taken as a whole; what is in it may be, taken by itself.
 
     Attributes:
@@ -35,11 +36,6 @@ class UnitError(ValueError):
         super().__init__(message)
         self.unit, self.units, self.value = unit, units, value
         self.hands_out: HandsOut = {}
-
-
-class HandedOnError(UnitError):
-    """Other code goes by what a module leaves or hands on by another way than its result; where modules run one after
-    the other on all ranks, as in a step without a backward, each has it in time."""
 
 
 class Handed:
@@ -119,7 +115,7 @@ class Handed:
         places = {*self.homes.get(maker, ()), *self.homes.get(str(self._path), ())}
         if len(places) > 1:
             whose = "its last call" if maker == self._path else f"{maker!r}"
-            raise HandedOnError(
+            raise UnitError(
                 f"{user_line()}: {self._path!r} uses a value from within {whose} that was not returned: an object or "
                 "an attribute handed it on. Other stages of the pipeline can't see that. Return it, and take it as an "
                 "argument; or name stages so that both are in one; or use TensorParallelStrategy.",

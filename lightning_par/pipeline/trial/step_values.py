@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.pipeline.trial.picked_views import Picked
-from lightning_par.pipeline.trial.side_inputs import HandedOnError, UnitError, maker_of
+from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
 from lightning_par.private.graph import made_by, node_of
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
@@ -123,7 +124,9 @@ class StepValues:
                 found.append(self.keys[id(x)])
             elif self._homes and is_located(x) and id(x) not in self.names:
                 why = f"{user_line()}: {self._why_unknown(x)} Or use TensorParallelStrategy."
-                raise (UnitError if self.started and maker_of(x) is None else HandedOnError)(why, maker_of(x), value=x)
+                error = UnitError(why, maker_of(x), value=x)
+                error.by_units = not self.started or error.unit is not None
+                raise error
         return tuple(found)
 
     def _why_unknown(self, x: Tensor) -> str:
@@ -161,14 +164,14 @@ class StepValues:
             behind: the tensor that one is another object for.
 
         Raises:
-            NotImplementedError: a tensor that the step was given, or that the module holds, shares memory with it.
+            NoScheduleError: a tensor that the step was given, or that the module holds, shares memory with it.
         """
         target = args[0] if args else None
         if not writes_into(name) or not isinstance(target, Tensor):
             return None
         kind = class_of(target)
         if kind is not None:
-            raise NotImplementedError(f"{user_line()}: `{name}` {_WRITES_INTO_CLASS.format(kind.__name__)}")
+            raise NoScheduleError(f"{user_line()}: `{name}` {_WRITES_INTO_CLASS.format(kind.__name__)}")
         if is_located(target):
             self.picked.about_to_write(name, target, self.keys.get(id(target)))
             return None
@@ -177,7 +180,7 @@ class StepValues:
         for x in [x for kept in self.kept for x in tensors_in(kept)]:
             if behind(x) is not base and not is_located(x) and _share(x, target):
                 if id(x) not in self.fresh:
-                    raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
+                    raise NoScheduleError(f"{place} {_WRITES_INTO_VIEWS}")
                 self.stale[id(x)] = place
         if base is not target:
             self.unseen += [(node, place) for x, node in self.took if node is not None and behind(x) is base]
@@ -186,22 +189,22 @@ class StepValues:
         return target
 
     def check_current(self, tensors: Iterable[Tensor]) -> None:
-        """Raises NotImplementedError where one of the ``tensors`` is a view of what was written into since."""
+        """Raises NoScheduleError where one of the ``tensors`` is a view of what was written into since."""
         tensors = [*tensors]
         place = next((self.stale[id(x)] for x in tensors if id(x) in self.stale), None)
         place = place or self.picked.stale_among(tensors)
         if place is not None:
-            raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
+            raise NoScheduleError(f"{place} {_WRITES_INTO_VIEWS}")
 
     def check_whole(self, tensors: Iterable[Tensor]) -> None:
-        """Raises NotImplementedError where one of the ``tensors`` is in part what a value of the model was written
+        """Raises NoScheduleError where one of the ``tensors`` is in part what a value of the model was written
         into."""
         for view, place in self.torn:
             if any(x is not view and not is_located(x) and _share(x, view) for x in tensors):
-                raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
+                raise NoScheduleError(f"{place} {_WRITES_INTO_VIEWS}")
 
     def check_unseen(self, loss: Any) -> None:
-        """Raises NotImplementedError where the backward of ``loss`` would read what was written into since."""
+        """Raises NoScheduleError where the backward of ``loss`` would read what was written into since."""
         unseen = dict(self.unseen)
         waiting, met = [node_of(loss)] if unseen and isinstance(loss, Tensor) else [], set[Any]()
         while waiting:
@@ -209,7 +212,7 @@ class StepValues:
             if node is None or node in met:
                 continue
             if node in unseen:
-                raise NotImplementedError(f"{unseen[node]} {_WRITES_UNSEEN}")
+                raise NoScheduleError(f"{unseen[node]} {_WRITES_UNSEEN}")
             met.add(node)
             waiting += [other for other, _ in node.next_functions]
 

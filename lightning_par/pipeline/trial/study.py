@@ -20,7 +20,7 @@ from lightning_par.pipeline.trial.analysis_run import AnalysisRun
 from lightning_par.pipeline.trial.numbers_written import written_anew
 from lightning_par.pipeline.trial.placeholders import DRAWS
 from lightning_par.pipeline.trial.samples.one_more_sample import as_whole, cut_layouts, sample_layouts, with_one_more
-from lightning_par.pipeline.trial.side_inputs import HandedOnError
+from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.survey import Survey, calls_in, scaled
 from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
 from lightning_par.sharded.patches.graph_nodes import taken_apart
@@ -168,7 +168,7 @@ def _refuse_kept_sums(run: Analysis, whole: Analysis) -> None:
 
 
 def _refuse_values_of_hooks(step: Step, stages: Stages, run: Analysis) -> None:
-    """Raises `HandedOnError` where hooks within units hand on what the step goes by, as a list of outputs that
+    """Raises `UnitError` where hooks within units hand on what the step goes by, as a list of outputs that
     it takes afterwards: ranks that pass the units by would do something else."""
     passed = {index: run.events[index].result for index in run.with_hooks}
     if not passed:
@@ -181,7 +181,7 @@ def _refuse_values_of_hooks(step: Step, stages: Stages, run: Analysis) -> None:
         known = [(x.func, x.inputs) for x in other.events] == [(x.func, x.inputs) for x in run.events]
     if not known:
         units = tuple(dict.fromkeys(run.with_hooks.values()))
-        raise HandedOnError(
+        raise UnitError(
             f"A forward hook within {units[0]!r} hands out what the step goes by, which other stages of the pipeline "
             "can't see. Return it from the module's forward, or use TensorParallelStrategy.",
             units[0],

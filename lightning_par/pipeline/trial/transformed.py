@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.trial.step_values import StepValues
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -37,7 +38,7 @@ class Transformed:
 
         Raises:
             ClosesOverModelError: that was not known.
-            NotImplementedError: it is another value of the model.
+            NoScheduleError: it is another value of the model.
         """
         known = values.is_parameter(x) or id(x) in values.keys
         if not is_located(x) or id(x) in self.given or not known:
@@ -45,7 +46,7 @@ class Transformed:
         if not self.takes:
             raise ClosesOverModelError
         if not values.is_parameter(x):
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"{user_line()}: a function that is given to torch.vmap or torch.func uses a value of the model that "
                 "may be on another stage of the pipeline. Hand it over as an argument: "
                 "torch.vmap(f, in_dims=(0, None))(x, value)."

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.program import Shares
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import TENSORS
@@ -126,11 +127,13 @@ def _refuse_new_hooks(path: str, module: nn.Module, handles: int) -> None:
     for name, inner in module.named_modules():
         if any(key >= handles for held in users_hooks(dicts_of_hooks(inner)) for key in held):
             place = f"self.{path}.{name}" if name else f"self.{path}"
-            raise UnitError(
+            error = UnitError(
                 f"A hook on {place} is registered as {path!r} runs, on the rank of its stage alone. Register it "
                 "before, as in on_fit_start or __init__.",
                 path,
             )
+            error.by_units = False
+            raise error
 
 
 def _passed_by(run: Analysis, x: Tensor) -> Tensor:
@@ -177,10 +180,10 @@ def _returned(run: Analysis, x: Tensor) -> Tensor:
 
 
 def refuse_backward_hooks(run: Analysis, modules: Iterable[nn.Module]) -> None:
-    """Raises NotImplementedError where the step has registered hooks on the gradients of ``modules``."""
+    """Raises NoScheduleError where the step has registered hooks on the gradients of ``modules``."""
     for m in modules:
         if number_of_backward_hooks(m) > run.hooks_on_gradients.get(m, 0):
-            raise NotImplementedError(
+            raise NoScheduleError(
                 f"The step registers a hook on the gradients of a {type(m).__name__}. The ranks of a pipeline "
                 "have to know of it before: register it in on_fit_start or __init__, or use TensorParallelStrategy."
             )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_par.mesh.layout import Layout, lone_groups
-from lightning_par.pipeline.check_run import refuse_by_hand, refuse_fetching
+from lightning_par.pipeline.check_run import refuse_fetching
 from lightning_par.pipeline.cut_search import CutSearch
 from lightning_par.pipeline.plan.row_stages import RowSpread
 from lightning_par.pipeline.plan.schedule import SCHEDULES, stages_per_rank
@@ -23,6 +23,7 @@ from lightning_par.pipeline.trial.samples.one_more_sample import with_one_more
 from lightning_par.pipeline.trial.study import survey
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.planner.layouts.candidate import Candidate
+from lightning_par.planner.recording.by_hand import refuse_stages
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.sharded.patches import SHARDED, STREAMS
 from lightning_par.strategies.entry_points import step_arguments
@@ -114,12 +115,15 @@ class StageTrial:
         untried: list[str] = []
         step = replace(with_one_more(own) if cuts and own.samples == 1 else own, untried=untried)
         try:
-            refuse_by_hand(step.module, ASKER)
+            refuse_stages(step.module, ASKER)
             refuse_fetching(step.module, _STEP, ASKER)
             refuse_packed(step.module)
             with SHARDED.installed(), STREAMS.installed(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                CutSearch(spread).decide(step, self._seen if step.batch is own.batch else None)
+                search = CutSearch(spread)
+                search.decide(step, self._seen if step.batch is own.batch else None)
+                if search.unscheduled is not None:
+                    raise ValueError(search.unscheduled)
         except (ValueError, NotImplementedError) as error:
             if untried:
                 return Staged(unknown=_untried(untried))

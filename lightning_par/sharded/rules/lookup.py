@@ -17,7 +17,7 @@ from lightning_par.private.tensors import view_base
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
-from lightning_par.sharded.functions import ARRAYS, MEMORY_KINDS, METADATA
+from lightning_par.sharded.functions import ARRAYS, MEMORY_KINDS, METADATA, sets_data
 from lightning_par.sharded.functions import writes as writes
 from lightning_par.sharded.local_calls import form, repeated_calls
 from lightning_par.sharded.packed_parameters import has_own_functions
@@ -162,7 +162,7 @@ def _resolve(func: Any) -> Rule | None:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _attribute(getattr(func.__self__, "__name__", ""))
-    if name == "__set__" and getattr(func.__self__, "__name__", "") == "data":  # torch's, or what has replaced it
+    if sets_data(func):
         return _set_data
     module = getattr(func, "__module__", None) or ""
     # torch.fft and torch.special reuse names for other functions; torch.nn.init draws what one device would.

@@ -217,22 +217,17 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
     ),
     "manual optimization": (
         Manual,
-        dict(placement=HALVES),
-        ["Manual optimizes by hand", "LayerPlacementStrategy runs the backwards before", "Use TensorParallelStrategy"],
-    ),
-    "a branch on a value": (
-        Branches,
-        dict(placement=HALVES),
-        [line(Branches.forward, "if h.sum"), "reads a value that depends on the model here", "on a later stage"],
+        dict(placement=HALVES, microbatches=2),
+        ["microbatches=2: Manual optimizes by hand", "Or write microbatches=1"],
     ),
     "writes that another device would have to see": (
         Torn,
-        dict(placement={"up": 0, "eats": 1, "norm": 1, "down": 0}),
+        dict(placement={"up": 0, "eats": 1, "norm": 1, "down": 0}, microbatches=2),
         [line(Torn.forward, "self.eats(left)"), "a value from another device is written into here", "x = x + y"],
     ),
     "writes into what a module was given": (
         WritesGiven,
-        dict(placement=HALVES),
+        dict(placement=HALVES, microbatches=2),
         [line(WritesGiven.forward, "x += 1.0"), "writes into a tensor that a module was given before, or"],
     ),
 }  # fmt: skip
@@ -264,6 +259,7 @@ def _allowed() -> dict[str, tuple[str, list[str]]]:
         "room": run(Net, placement="balanced", max_memory={0: "1MB", 1: "2 KiB"}),
         "tied": run(Tied, placement={"up": 0, "down": 1}),
         "empty": run(Net, placement={"up": 1}),
+        "branches": run(Branches, placement=HALVES),
     }
 
 

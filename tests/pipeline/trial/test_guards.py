@@ -122,9 +122,10 @@ def test_a_check_tells_the_values_that_fail_it(pool: Pool, kind: str, limit: flo
 
 @slow(but=["within"])
 @pytest.mark.parametrize("kind", ["chosen", "within"])
-def test_a_choice_that_does_not_raise_is_refused(pool: Pool, kind: str) -> None:
-    with pytest.raises(RanksFailedError, match="the step reads a value that depends on the model here"):
-        pool.run(2, _trained, kind, 2)
+def test_a_choice_that_does_not_raise_has_no_schedule(pool: Pool, kind: str) -> None:
+    (expected,) = pool.run(1, _trained, kind, 1)
+    for got in pool.run(2, _trained, kind, 2):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_what_raised_once_and_goes_on_later_is_refused(pool: Pool) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.stages import _as_the_loop_will_run
@@ -74,7 +75,7 @@ def test_a_transformed_function_is_one_event_with_the_parameters_that_it_closes_
 
 
 def test_a_value_of_the_model_that_a_transformed_function_is_not_given_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="Hand it over as an argument"):
+    with pytest.raises(NoScheduleError, match="Hand it over as an argument"):
         _studied(Transforms(other=True))
 
 
@@ -95,7 +96,7 @@ class LooksAgain(Base):
 
 def test_a_view_of_what_a_value_of_the_model_is_written_into_matters_where_it_is_used_later() -> None:
     assert any(event.writes for event in _studied(LooksAgain(again=False)).events)
-    with pytest.raises(NotImplementedError, match="other views that are used"):
+    with pytest.raises(NoScheduleError, match="other views that are used"):
         _studied(LooksAgain(again=True))
 
 
@@ -118,7 +119,7 @@ class Reshapes(Base):
 
 
 def test_data_of_another_shape_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="gives a parameter another shape"):
+    with pytest.raises(NoScheduleError, match="gives a parameter another shape"):
         _studied(Reshapes())
 
 
