@@ -59,8 +59,13 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = _summed if ctx.axis.gradient_shares else enter
-        return back(grad, ctx.axis, ctx.purpose), None, None
+        return left(grad, ctx.axis, ctx.purpose), None, None
+
+
+def left(grad: Tensor, axis: Axis, purpose: str) -> Tensor:
+    """The gradient of what was `leave` given, of that of what it gave."""
+    back = _summed if axis.gradient_shares else enter
+    return back(grad, axis, purpose)
 
 
 def _plain(x: Tensor) -> bool:

@@ -147,6 +147,11 @@ class CutSearch:
                 f"microbatches={spread.asked}: {reason} Or write {spread.takes_one}, with which the step runs layer by "
                 "layer, slower."
             ) from reason
+        if step.grad and spread.groups.tensor.residual is not None:
+            raise ValueError(
+                f"shard_residual=True: {reason} Write shard_residual=False, with which the step runs layer by layer, "
+                "slower."
+            ) from reason
         if step.grad:
             spread.reason, spread.microbatches = BY_UNITS, 1
         try:

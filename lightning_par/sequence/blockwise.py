@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_par.mesh.host_values import on_device
 from lightning_par.private.fake_tensors import FakeTensor
@@ -22,6 +21,7 @@ from lightning_par.sequence.block_carrier import BlockCarrier
 from lightning_par.sequence.blocks import KernelCall
 from lightning_par.sequence.deep_masks import top
 from lightning_par.sequence.plain_kernel import Block, DrawnMask, DropoutMask, wide
+from lightning_par.sharded.no_backward import differentiable_once
 from lightning_par.sharded.random_streams import mix
 
 
@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("Attention over tokens that ranks share out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse, *came = ctx.saved_tensors
         need_q, need_k, need_v, need_mask = ctx.needs_input_grad[:4]

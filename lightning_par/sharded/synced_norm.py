@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.sharded.no_backward import differentiable_once
 
 PURPOSE = "sync_batch_norm"
 
@@ -67,7 +67,7 @@ class _SyncedNorm(torch.autograd.Function):
         return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("A batch norm over samples that ranks share out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, mean, scale, count = ctx.saved_tensors
         normed = (x.to(mean.dtype) - _channels(mean, x)) * _channels(scale, x)

@@ -190,7 +190,7 @@ class JointGradients:
         too; else `NotImplemented`."""
         if not any(map(self.is_weight, tensors_in((args, kwargs)))):
             return NotImplemented
-        if sets_data(func) and self.set_data(*args, frame):  # as a step's mode asks for it where there is a part
+        if sets_data(func) and self.set_data(args[0], args[1], frame):  # by a step's mode, of a part
             return None
         name = name_of(func)
         user = user_who_asks(self, func, name, args, frame)

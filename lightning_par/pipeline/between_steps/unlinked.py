@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import Tensor
 
-
-class _Unlinked(torch.autograd.Function):
-    is_told = True
-
-    @staticmethod
-    def forward(ctx: Any, boxed: list[Tensor], what: str, *of: Tensor) -> Tensor:
-        ctx.what = what
-        return boxed[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(no_gradients(ctx.what))
+from lightning_par.sharded.no_backward import without_backward
 
 
 def no_gradients(what: str) -> str:
@@ -40,9 +27,4 @@ def unlinked(x: Tensor, what: str, of: Iterable[Tensor]) -> Tensor:
         of: what it is made of: who asks for the gradient of one of these alone comes to it, too, and is not told that
             there is none.
     """
-    if not (x.is_floating_point() or x.is_complex()):
-        return x
-    # In a list it is no input, of which the result would be a view that can't be written into.
-    anchor = torch.zeros((), device=x.device, requires_grad=True)
-    linked: Tensor = _Unlinked.apply([x.detach()], what, anchor, *(y for y in of if y.requires_grad))
-    return linked
+    return without_backward(x, no_gradients(what), of)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.sharded.no_backward import differentiable_once
 from lightning_par.trial.fake_functions import is_fake
 
 
@@ -31,7 +32,7 @@ class _Deliver(torch.autograd.Function):
         return loss.detach().clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("The loss of a pipeline's step")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.grads is None:
             raise RuntimeError("The gradients of a pipeline step are delivered once: call backward once on its loss.")

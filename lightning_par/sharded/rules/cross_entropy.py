@@ -16,6 +16,7 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.functions import assert_async
+from lightning_par.sharded.no_backward import differentiable_once
 from lightning_par.sharded.rules.gather_scatter import gather_beside
 from lightning_par.sharded.rules.lookup import is_same, moves, rule, view
 from lightning_par.sharded.rules.reduce import accumulated_in, kernel_dtype, peak
@@ -42,30 +43,62 @@ def _picked(local: Tensor, place: Tensor, elsewhere: Tensor, dim: int) -> Tensor
     return local.gather(dim, place).masked_fill(elsewhere, 0)
 
 
+class _Shape(torch.autograd.Function):
+    """Nothing of the shape of ``x``: the gradient that comes to it is that of ``x``, whose values it does not keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class _CrossEntropy(torch.autograd.Function):
     """-log softmax(x)[target], each row; the classes are dim 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, top: Tensor, axis: Axis, place: Tensor, elsewhere: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, shape: Tensor, top: Tensor, axis: Axis, place: Tensor, elsewhere: Tensor
+    ) -> Tensor:
         shifted = x.detach() - top
         target_logit = axis.all_reduce_(_picked(shifted, place, elsewhere, 1).contiguous(), "loss")
         softmax = shifted.exp_()
         total = axis.all_reduce_(softmax.sum(1, keepdim=True), "loss")
-        ctx.save_for_backward(softmax.div_(total), place, elsewhere)
+        ctx.save_for_backward(softmax.div_(total), place, elsewhere, shape)
         ctx.axis = axis
         return (total.log() - target_logit).squeeze(1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        softmax, place, elsewhere = ctx.saved_tensors
-        if ctx.axis.gradient_shares:
-            grad = ctx.axis.all_reduce_(grad.clone(memory_format=torch.contiguous_format), "loss")
-        grad = grad.unsqueeze(1)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        softmax, place, elsewhere, shape = ctx.saved_tensors
+        grad = collectives.left(grad, ctx.axis, "loss").unsqueeze(1)
+        x_grad = _Gradient.apply(shape, grad, softmax, ctx.axis, place, elsewhere)
+        return x_grad, None, None, None, None, None
+
+
+class _Gradient(torch.autograd.Function):
+    """(softmax(x) - onehot(target)) grad, each row, which has a gradient of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shape: Tensor, grad: Tensor, softmax: Tensor, axis: Axis, place: Tensor, elsewhere: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(softmax, grad, place, elsewhere)
+        ctx.axis = axis
         x_grad = softmax * grad
         if softmax.shape[1]:
             x_grad.scatter_add_(1, place, (-grad).expand(place.shape).masked_fill(elsewhere, 0))
-        return x_grad, None, None, None, None
+        return x_grad
+
+    @staticmethod
+    @differentiable_once("A penalty on gradients of a loss over split classes")
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        softmax, grad, place, elsewhere = ctx.saved_tensors
+        own = (v * softmax).sum(1, keepdim=True)
+        mean = ctx.axis.all_reduce_(own.clone(), "loss")
+        return softmax * (v - mean) * grad, own - _picked(v, place, elsewhere, 1), None, None, None, None
 
 
 @rule("cross_entropy")
@@ -100,7 +133,7 @@ def cross_entropy(
         x, target = x.unsqueeze(0), target.unsqueeze(0)
     valid = target != ignore_index
     place, elsewhere = _own_classes(target.masked_fill(~valid, 0).unsqueeze(1), x)
-    nll = _CrossEntropy.apply(x._local, peak(x, [1]), x._axis, place, elsewhere)
+    nll = _CrossEntropy.apply(x._local, _Shape.apply(x._local), peak(x, [1]), x._axis, place, elsewhere)
     if label_smoothing:
         # -mean(log softmax) = logsumexp - mean(x), and nll = logsumexp - x[target].
         picked = collectives.leave(_picked(x._local, place, elsewhere, 1).squeeze(1), x._axis, "loss")
