@@ -7,15 +7,16 @@ one unit. What can't be cut into microbatches at all is left whole.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.utils.parametrize import type_before_parametrizations
 
+from lightning_par.pipeline.cut_ways import Cut, ways_of
+from lightning_par.pipeline.plan.first_calls import called_once
 from lightning_par.pipeline.plan.no_schedule import NoScheduleError, by_hand
-from lightning_par.pipeline.plan.stage_ranges import HandsOut, Stages
-from lightning_par.pipeline.plan.units import ModuleCall, ancestors, as_units, called_once, close, walk
+from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.plan.units import ModuleCall, as_units, walk
 from lightning_par.pipeline.program.make_program import OutsideWriteError, SharedWriteError
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -31,24 +32,6 @@ if TYPE_CHECKING:
     from lightning_par.pipeline.stages import Spread
 
 BY_UNITS = "the step runs layer by layer, and ranks wait for one another"
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A step cut into stages: what it does, the plan, and the program, or the reason why there is none.
-
-    Attributes:
-        opened: modules that are no units for a reason that came up.
-        unmixed: the cut before more was opened to see whether samples mix.
-    """
-
-    surveyed: Survey
-    plan: Any
-    stages: Stages
-    program: Program | None
-    reason: SamplesMixError | UnitError | None
-    opened: tuple[str, ...] = ()
-    unmixed: _Cut | None = None
 
 
 class CutSearch:
@@ -114,7 +97,7 @@ class CutSearch:
         if not surveyed.ends:  # it will run unit by unit
             return plan, stages, None
         try:
-            first = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
+            first = Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
         except ReadFirstError:  # with another sample, or by microbatches
             return plan, stages, None
         cut = self._improved(step, first, wanted, opens=True)
@@ -172,7 +155,7 @@ class CutSearch:
             return None
         return plan, stages, program
 
-    def _left_whole(self, step: Step, cut: _Cut, reason: UnitError) -> _Cut:
+    def _left_whole(self, step: Step, cut: Cut, reason: UnitError) -> Cut:
         """The batch whole, where modules can be taken as they are then; not where there is another reason.
 
         Raises:
@@ -186,7 +169,7 @@ class CutSearch:
             spread.reason, spread.microbatches = f"cut apart, {reason}", 1
         return replace(cut, program=program, reason=reason if said is None else said)
 
-    def _taken_as_one(self, step: Step, first: _Cut, cut: _Cut, reason: SamplesMixError) -> _Cut:
+    def _taken_as_one(self, step: Step, first: Cut, cut: Cut, reason: SamplesMixError) -> Cut:
         """The batch whole, since its samples need one another."""
         self._take_one(step, reason)
         said: SamplesMixError | UnitError | None = None
@@ -217,12 +200,12 @@ class CutSearch:
         if step.grad:
             spread.microbatches = 1
 
-    def _improved(self, step: Step, cut: _Cut, wanted: int, opens: bool) -> _Cut:
+    def _improved(self, step: Step, cut: Cut, wanted: int, opens: bool) -> Cut:
         """``cut``, with units opened, or else closed, until it can be run or nothing more helps."""
-        mixing: _Cut | None = None
+        mixing: Cut | None = None
         met: list[str] = []
         while cut.reason is not None and cut.reason.unit is not None and met.count(cut.reason.unit) < 2:
-            ways = _ways(step.module, cut, cut.reason)
+            ways = ways_of(step.module, cut, cut.reason)
             for way in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
                 surveyed, opened = way.surveyed, way.opened
                 try:
@@ -238,7 +221,7 @@ class CutSearch:
                 met.append(cut.reason.unit)
             unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
             try:
-                other = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed), opened, unmixed)
+                other = Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed), opened, unmixed)
             except ReadFirstError:  # its code goes by values: it must stay a unit
                 break
             if isinstance(other.reason, OutsideWriteError):  # likewise
@@ -278,51 +261,6 @@ def _is_small(root: ModuleCall, path: str) -> bool:
     """Whether the module ``path`` is called, and was no unit for want of parameters, as a norm without them is."""
     calls = [call for call in walk(root) if path and call.path == path]
     return bool(calls) and not any(call.numel for call in calls)
-
-
-class _Way(NamedTuple):
-    """What may be done about a unit: the calls, what is opened of them, and what they hand out."""
-
-    surveyed: Survey
-    opened: tuple[str, ...]
-    hands_out: HandsOut
-
-
-def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[_Way]:
-    """What may be done about the unit of a ``reason``."""
-    assert reason.unit is not None
-    surveyed, root, opened = cut.surveyed, cut.surveyed.root, cut.opened
-    # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps from one
-    # call to the next is at hand where its code is the step's own, whatever ranks hold its weights.
-    mixes, inner = isinstance(reason, SamplesMixError), module.get_submodule(reason.unit).children()
-    closed = {call.path for call in walk(root) if call.closed is not None}
-    units = reason.units if isinstance(reason, UnitError) and reason.units else (reason.unit,)
-    seen = reason.unit not in closed and not (mixes and next(inner, None) is None)  # there is something in it to see
-    known = cut.stages.hands_out
-    ways = [_Way(surveyed, (*opened, *(unit for unit in units if unit not in closed)), known)] if seen else []
-    alike = [path for path in _alike(module, reason.unit) if path in cut.stages.homes and path not in closed]
-    if mixes and ways and len(alike) > 1:  # it is most likely the same in all layers
-        ways.insert(0, _Way(surveyed, (*opened, *alike), known))
-    if isinstance(reason, UnitError) and reason.hands_out:
-        ways.append(_Way(surveyed, opened, _both(known, reason.hands_out)))
-    # What other code takes from within it is at hand in the module around, where that is called as a whole.
-    called = {call.path for call in walk(root)}
-    around = next((path for path in ancestors(reason.unit) if path in called), None)
-    if mixes or around is None or around in opened:
-        return ways
-    others = {path for path in _alike(module, around) if path not in opened}
-    closer = close(root, others, f"its code needs what is within {reason.unit!r}")
-    return [*ways, _Way(replace(surveyed, root=closer), opened, known)]
-
-
-def _both(some: HandsOut, others: HandsOut) -> HandsOut:
-    return {path: (*dict.fromkeys((*some.get(path, ()), *others.get(path, ()))),) for path in {**some, **others}}
-
-
-def _alike(module: nn.Module, path: str) -> list[str]:
-    """The modules of one class with that at ``path``."""
-    kind = type_before_parametrizations(module.get_submodule(path))
-    return [other for other, m in module.named_modules() if other and type_before_parametrizations(m) is kind]
 
 
 def _static(module: nn.Module) -> ModuleCall:

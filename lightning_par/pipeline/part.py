@@ -23,7 +23,8 @@ from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
-from lightning_par.pipeline.between_steps.unit_by_unit import NO_SCHEDULE, UnitByUnit, run_unit_by_unit
+from lightning_par.pipeline.between_steps.unit_by_unit import NO_SCHEDULE
+from lightning_par.pipeline.between_steps.unscheduled_steps import UnscheduledSteps
 from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
@@ -34,7 +35,6 @@ from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
-from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.graph_node import STAGES
@@ -74,8 +74,7 @@ class StagesPart(Part):
         self._unverified = False
         self._late: LateWrites | None = None  # into weights, behind the step that has run
         self._followed: list[tuple[str, nn.Parameter]] = []  # the parameters' names, as the last step had them
-        self._by_unit: dict[str, bool] = {}  # steps that have no schedule, and whether for good
-        self._told: set[str] = set()  # those of which that was told
+        self._unscheduled: UnscheduledSteps | None = None
 
     # --------------------------------------------------------------------------------------------------- around a run
 
@@ -115,6 +114,7 @@ class StagesPart(Part):
         meeting = Meeting(axis, self.wanted.timeout, "pipeline")
         sharding = self.groups.sharding
         self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting, sharding)
+        self._unscheduled = UnscheduledSteps(self._outside, self.groups)
         engine.update_weights = self._outside.update_weights
         began = frozenset(name for name, _ in first.module.named_parameters(remove_duplicate=False))
         placement = self.spread.placement
@@ -180,7 +180,7 @@ class StagesPart(Part):
     def close(self) -> None:
         if self._outside is not None:
             self._outside.close()
-        self._outside = None
+        self._outside = self._unscheduled = None
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -221,14 +221,19 @@ class StagesPart(Part):
             ahead: averages its gradients over replicas before that backward, if it may.
         """
         engine = self._prepared(step)
+        parameters = engine.programs.tree.parameters()
+        if parameters is not self._followed:  # the same list where nothing has changed
+            self.spread.placement.follow(parameters)
+            self._followed = parameters
+        assert self._unscheduled is not None
         try:
             if step.by_hand:
                 raise UnscheduledError(by_hand(step.module))
             return self._scheduled(engine, step, optimizers, scale, key, ahead)
         except NO_SCHEDULE as reason:
-            self._tell(step, reason)
+            self._unscheduled.tell(step, reason)
         self._late = None
-        return self._run_unit_by_unit(step)[0]
+        return self._unscheduled.train(step)
 
     def _scheduled(
         self,
@@ -239,12 +244,7 @@ class StagesPart(Part):
         key: tuple[int, int],
         ahead: Ahead | None,
     ) -> Any:
-        module = step.module
-        parameters = engine.programs.tree.parameters()
-        if parameters is not self._followed:  # the same list where nothing has changed
-            self.spread.placement.follow(parameters)
-            self._followed = parameters
-        held = _trained_here(parameters)
+        module, held = step.module, _trained_here(self._followed)
         if self.storage is not None and self.storage.throughout:
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:
@@ -264,44 +264,20 @@ class StagesPart(Part):
         self._late = LateWrites(module, held, engine.programs.read_in_backward)
         return result
 
-    def _tell(self, step: Step, reason: BaseException) -> None:
-        """Warn once that ``step`` has no schedule.
-
-        Raises:
-            NotImplementedError: other ranks are not there.
-        """
-        if self.groups.pipeline.dry:
-            raise NotImplementedError(f"{step.name} runs layer by layer, which a dry run does not follow: {reason}")
-        if step.name not in self._told:
-            _warn(
-                f"{step.name} runs layer by layer, so that the ranks of a pipeline wait for one another, since no "
-                f"schedule can be made for it: {reason}",
-                self.groups.world.rank,
-            )
-        self._told.add(step.name)
-
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
         """Run a step without a backward; see `Engine.evaluate`. All ranks must call it.
 
         One that no schedule can be made for runs unit by unit instead, and so does the next one of its name.
         """
         engine = self._prepared(step)
-        if step.name not in self._by_unit:
+        assert self._unscheduled is not None
+        if not self._unscheduled.knows(step):
             try:
                 with held_refused(loggers_of(step.module)):
                     return engine.evaluate(step, self.spread.microbatches, key)
             except NO_SCHEDULE as reason:
-                self._by_unit[step.name] = not isinstance(reason, ReadFirstError) or reason.always
-        result, run = self._run_unit_by_unit(step)
-        if not run.reads_first and not self._by_unit[step.name]:  # as where some batches alone are for text to look at
-            del self._by_unit[step.name]
-        return result
-
-    def _run_unit_by_unit(self, step: Step) -> tuple[Any, UnitByUnit]:
-        assert self._outside is not None
-        run = UnitByUnit(self._outside)
-        with held_refused(loggers_of(step.module)), self._outside.outside():
-            return run_unit_by_unit(step, run, shows=self.groups.pipeline.rank == 0), run
+                self._unscheduled.note(step, reason)
+        return self._unscheduled.evaluate(step)
 
     def _prepared(self, step: Step) -> Engine:
         assert self.engine is not None
@@ -319,18 +295,7 @@ class StagesPart(Part):
         world = self.groups.world
         wanted = 1 if self.spread.coupled else self.spread.microbatches
         verdict = agreed(world.all_gather_object(verify(engine, step, wanted, named, key), "verification"))
-        if verdict.drew is not None:
-            raise NotImplementedError(verdict.drew)
-        if verdict.moved is not None:
-            raise RuntimeError(
-                f"training_step gave something else in the second of two runs on the same batch: {verdict.moved}. "
-                f"{self.wanted.asker} runs it several times, and undoes what it changes in between, but something "
-                "moves with each run that can't be seen: a generator, an iterator, a file, another library's state. "
-                "Keep it in plain attributes, buffers or torch's generators, or use TensorParallelStrategy. "
-                "verify=False trains all the same."
-            )
-        if verdict.unlike is not None:
-            raise RuntimeError(verdict.unlike)
+        verdict.refuse(self.wanted.asker)
         if verdict.mixed is not None:
             self.spread.microbatches = 1
             _warn(

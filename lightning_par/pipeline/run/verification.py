@@ -58,6 +58,29 @@ class CutVerdict:
     unlike: str | None = None
     drew: str | None = None
 
+    def refuse(self, asker: str) -> None:
+        """
+        Args:
+            asker: of the strategy, for messages.
+
+        Raises:
+            NotImplementedError: draws that are to be one device's are not.
+            RuntimeError: two runs of the step on one batch differ, or its gradients are not those of one device's
+                parameters.
+        """
+        if self.drew is not None:
+            raise NotImplementedError(self.drew)
+        if self.moved is not None:
+            raise RuntimeError(
+                f"training_step gave something else in the second of two runs on the same batch: {self.moved}. "
+                f"{asker} runs it several times, and undoes what it changes in between, but something moves with each "
+                "run that can't be seen: a generator, an iterator, a file, another library's state. Keep it in plain "
+                "attributes, buffers or torch's generators, or use TensorParallelStrategy. verify=False trains all the "
+                "same."
+            )
+        if self.unlike is not None:
+            raise RuntimeError(self.unlike)
+
 
 def verify(
     engine: Engine, step: Step, microbatches: int, named: Mapping[str, Tensor], key: tuple[int, ...]
