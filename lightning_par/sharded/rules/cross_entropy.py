@@ -48,10 +48,11 @@ class _Shape(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # else none would be zeros, as many as there are logits
         return x.new_zeros(()).expand(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         return grad
 
 
