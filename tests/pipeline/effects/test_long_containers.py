@@ -105,7 +105,7 @@ def _fitted(kind: type[Any], microbatches: int) -> Any:
     return {"weights": weights(model), "metrics": metrics(run), "held": model.held()}
 
 
-@slow("Histories-1", "Moving-2")
+@slow("Histories-1", "Histories-2", "Moving-2")
 @pytest.mark.parametrize(("kind", "microbatches"), [(Histories, 2), (Histories, 1), (InALayer, 1), (Moving, 2)])
 def test_what_is_kept_of_each_sample_is_one_devices(pool: Pool, kind: type[Any], microbatches: int) -> None:
     check(pool, _fitted, kind, microbatches)
