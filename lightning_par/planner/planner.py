@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.check_run import refuse_fetching
+from lightning_par.pipeline.plan.no_schedule import by_hand
 from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.layouts.candidate import Candidate, read_candidate
 from lightning_par.planner.layouts.stage_trial import ASKER, Staged, StageTrial
@@ -21,7 +22,7 @@ from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
 from lightning_par.planner.recording.batch_sizes import count_tokens, first_samples
 from lightning_par.planner.recording.build import build_module, build_with_values
-from lightning_par.planner.recording.by_hand import optimizes_by_hand, refuse_of_trainer, refuse_stages
+from lightning_par.planner.recording.by_hand import optimizes_by_hand, refuse_of_trainer
 from lightning_par.planner.recording.given_batch import Given
 from lightning_par.planner.recording.held_values import record_with_held
 from lightning_par.planner.recording.islands import with_islands_apart
@@ -254,8 +255,9 @@ class Planner:
     def no_pipeline(self) -> str:
         """Why there can be no pipeline, as far as that is seen without a trial; empty where there can."""
         module = self.tree.module
+        if optimizes_by_hand(module):  # for steps that run layer by layer nothing is planned
+            return by_hand(module)
         try:
-            refuse_stages(module, ASKER)
             refuse_fetching(module, "training_step", ASKER)
         except ValueError as error:
             return str(error)

@@ -30,7 +30,6 @@ from lightning_par.trial.step import Step, call_step
 NO_SCHEDULE = (ReadFirstError, UnscheduledError)
 """Why a step is to be run in this way, as is known before any of it has run."""
 
-
 _BACKWARDS = ("backward", "grad")
 
 

@@ -23,7 +23,6 @@ from lightning_par.pipeline.trial.samples.one_more_sample import with_one_more
 from lightning_par.pipeline.trial.study import survey
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.planner.layouts.candidate import Candidate
-from lightning_par.planner.recording.by_hand import refuse_stages
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.sharded.patches import SHARDED, STREAMS
 from lightning_par.strategies.entry_points import step_arguments
@@ -115,7 +114,6 @@ class StageTrial:
         untried: list[str] = []
         step = replace(with_one_more(own) if cuts and own.samples == 1 else own, untried=untried)
         try:
-            refuse_stages(step.module, ASKER)
             refuse_fetching(step.module, _STEP, ASKER)
             refuse_packed(step.module)
             with SHARDED.installed(), STREAMS.installed(), warnings.catch_warnings():

@@ -7,16 +7,6 @@ from torch import nn
 from lightning_par.trial.step import optimizes_by_hand
 
 
-def refuse_stages(module: nn.Module, asker: str) -> None:
-    """Raises ValueError where ``module`` optimizes by hand, for which no pipeline is planned."""
-    if optimizes_by_hand(module):
-        raise ValueError(
-            f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} runs such a step "
-            "layer by layer, where ranks wait for one another, and nothing is planned for that. Plan a layout without "
-            "a pipeline, or automatic optimization with one optimizer."
-        )
-
-
 def refuse_of_trainer(module: nn.Module, clip: str = "", accumulated: int = 1) -> None:
     """
     Args:

@@ -21,24 +21,31 @@ from tests.helpers.surface import check, trained
 BATCHES = torch.linspace(-1, 1, 8 * 8, dtype=torch.float64).view(8, 8).mul(40).sin()
 
 
-class Normed(LightningModule):
-    """Its layers on two stages have a weight norm for the first epoch."""
+class Layers(LightningModule):
+    """Two, on two stages, and a head."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.way = way
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
-        self.layers = [layer[0] for layer in self.net]  # type: ignore[index]
-        for layer in self.layers:
-            (weight_norm if "hooks" in way else parametrized_weight_norm)(layer)
-            if "frozen" in way:
-                layer.requires_grad_(False)
         self.head = nn.Linear(8, 8)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = (self.head(self.net(batch)) - 0.1).square().mean()
         self.log("loss", loss)
         return loss
+
+
+class Normed(Layers):
+    """Its layers on two stages have a weight norm for the first epoch."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = [layer[0] for layer in self.net]  # type: ignore[index]
+        for layer in self.layers:
+            (weight_norm if "hooks" in way else parametrized_weight_norm)(layer)
+            if "frozen" in way:
+                layer.requires_grad_(False)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.current_epoch > 0:
@@ -74,18 +81,8 @@ def test_weights_that_hooks_register_are_one_devices(way: str, pool: Pool) -> No
     check(pool, _fit, way, {"pipeline_parallel_size": 2})
 
 
-class Pruned(LightningModule):
+class Pruned(Layers):
     """Between two batches the smallest weights of both stages' layers go, and masks are made like weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
-        self.head = nn.Linear(8, 8)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = (self.head(self.net(batch)) - 0.1).square().mean()
-        self.log("loss", loss)
-        return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         layers = [(layer[0], "weight") for layer in self.net]  # type: ignore[index]
