@@ -8,7 +8,7 @@ they are. What activation checkpointing computes again puts them back itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_par.pipeline.effects.random_draws import Keyed
 from lightning_par.pipeline.program.event_draws import are_equal, stand_at, standing
@@ -17,7 +17,7 @@ from lightning_par.sharded.run_state import RunState
 
 
 def drawing_in_backward(
-    key: Sequence[int], what: str, drew: list[str] | None = None
+    key: Sequence[int], what: str, drew: list[str] | None = None, told: Callable[[], object] | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Around a backward, or what runs within one.
 
@@ -25,6 +25,7 @@ def drawing_in_backward(
         key: what its stream is keyed by.
         what: runs in it, for the message.
         drew: takes the message, where it is to be told later.
+        told: called if something draws from that stream.
 
     Raises:
         NotImplementedError: something draws, and draws are to be one device's.
@@ -34,7 +35,19 @@ def drawing_in_backward(
         with drawing_in_backward((seed, step, microbatch, stage), "a hook of stage 1"):
             loss.backward()
     """
-    return _refusing(what, drew) if RunState.current.streams.whole else Keyed(key)
+    if RunState.current.streams.whole:
+        return _refusing(what, drew)
+    return Keyed(key) if told is None else _telling(key, told)
+
+
+@contextlib.contextmanager
+def _telling(key: Sequence[int], told: Callable[[], object]) -> Iterator[None]:
+    with Keyed(key):
+        before = standing()
+        yield
+        drew = not are_equal(standing(), before)
+    if drew:
+        told()
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class OneDeviceDraws:
         if event in self.memo.regions:
             stand_at(self.memo.regions[event])
 
-    def several(self, seeds: bool) -> contextlib.AbstractContextManager[Draws | None]:
+    def several(self, seeds: bool, looks: bool) -> contextlib.AbstractContextManager[Draws | None]:
         return contextlib.nullcontext()
 
     def of(self, event: int, what: Any, kwargs: Any = None) -> contextlib.AbstractContextManager[Any]:

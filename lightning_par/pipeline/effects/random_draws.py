@@ -66,9 +66,9 @@ class StageDraws(Protocol):
     def at(self, event: int) -> None:
         """A region begins with ``event`` that backward is to run again as one, from where generators stand now."""
 
-    def several(self, seeds: bool) -> contextlib.AbstractContextManager[Draws | None]:
+    def several(self, seeds: bool, looks: bool) -> contextlib.AbstractContextManager[Draws | None]:
         """Around modules that run one after the other, all of which may draw, or, unless it ``seeds``, none is known
-        to; gives what is quicker than `of`."""
+        to, and ``looks`` whether any does; gives what is quicker than `of`."""
 
 
 class KeyedDraws:
@@ -87,8 +87,8 @@ class KeyedDraws:
     def at(self, event: int) -> None:
         pass
 
-    def several(self, seeds: bool) -> contextlib.AbstractContextManager[Draws | None]:
-        return Draws(self.key, seeds)
+    def several(self, seeds: bool, looks: bool) -> contextlib.AbstractContextManager[Draws | None]:
+        return Draws(self.key, seeds, looks)
 
 
 def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[None]:
@@ -108,6 +108,7 @@ class Draws:
     Args:
         key: what the streams are keyed by, up to the event.
         seeds: whether there are such streams; to seed them for modules that draw nothing takes longer than they may.
+        looks: whether to see, where there are none, if anything draws.
 
     Attributes:
         drew: whether something was drawn where there are no streams.
@@ -115,13 +116,14 @@ class Draws:
 
     drew = False
 
-    def __init__(self, key: Sequence[int], seeds: bool = True) -> None:
-        self.seed = Mixed(*key) if seeds else None
+    def __init__(self, key: Sequence[int], seeds: bool = True, looks: bool = True) -> None:
+        self.seed, self.looks = Mixed(*key) if seeds else None, looks or seeds
         # the first costs nothing
         self.cuda = seeds and torch.cuda.is_initialized() and torch.cuda.is_available()
 
     def __enter__(self) -> Draws:
-        self.before, self.streams = event_draws.standing(), RunState.current.streams
+        self.streams = RunState.current.streams
+        self.before = event_draws.standing() if self.looks else None
         self.event, self.streams.asked = self.streams.event, False
         return self
 
@@ -137,6 +139,8 @@ class Draws:
 
     def __exit__(self, *exception: object) -> None:
         self.streams.event = self.event
+        if self.before is None:
+            return
         if self.seed is None and active_fakes() is None:  # these draw nothing
             # who asks may draw, and put the generators back
             self.drew = self.streams.asked or not event_draws.are_equal(event_draws.standing(), self.before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from lightning_par.mesh.wire import Kind
 from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.pipeline.run.message_plan import Message, Traffic
@@ -42,6 +44,7 @@ class Borders:
     Attributes:
         rooms: what is known of messages to receive, by the lengths of sequences, too: these are told by their length
             alone.
+        forms: of values by their microbatch: the dtype, and whether they require a gradient.
 
     Example::
 
@@ -52,6 +55,7 @@ class Borders:
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.rooms: dict[tuple[Message, frozenset[int]], Incoming] = {}
+        self.forms: dict[tuple[int, Key], tuple[torch.dtype, bool]] = {}
         self._known: dict[tuple[int, int], Border] = {}
 
     def of(self, stage: int, microbatch: int) -> Border:

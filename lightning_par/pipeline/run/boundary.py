@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
@@ -69,6 +70,14 @@ class Crossing:
             shape = self.tokens.shape(local_shape(self.programs[microbatch].values[key], self.axes[microbatch]))
             known[place] = shape
         return shape
+
+    def _form(self, key: Key, microbatch: int) -> tuple[torch.dtype, bool]:
+        """The dtype of a value as it was recorded, and whether it requires a gradient."""
+        known, place = self.borders.forms, (microbatch, key)
+        if place not in known:
+            model = self.programs[microbatch].values[key]
+            known[place] = model.dtype, model.requires_grad
+        return known[place]
 
     # ------------------------------------------------------------------------------------------- between ranks
 
@@ -178,15 +187,15 @@ class Crossing:
     def _check(self, values: dict[Key, Tensor], microbatch: int) -> None:
         """The receiver waits for just what the program says: anything else would never arrive."""
         for key, x in values.items():
-            model, expected = self.programs[microbatch].values[key], self._shape(key, microbatch)
-            if x.shape != expected or x.dtype != model.dtype:
+            (dtype, requires_grad), expected = self._form(key, microbatch), self._shape(key, microbatch)
+            if x.shape != expected or x.dtype != dtype:
                 place = self.programs[microbatch].events[key[0]].place
                 raise OtherStageError(
                     f"{place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to another stage, where {expected}, "
-                    f"{model.dtype} was expected from a trial run on this batch. What shape a value has must depend on "
+                    f"{dtype} was expected from a trial run on this batch. What shape a value has must depend on "
                     "the batch's shapes alone."
                 )
-            if x.requires_grad and not model.requires_grad and self.traffic.schedule.trains:
+            if x.requires_grad and not requires_grad and self.traffic.schedule.trains:
                 self._refuse_gradient(key, microbatch)  # the receiver takes it for a value without a graph
 
     # ----------------------------------------------------------------------------------------------- backward

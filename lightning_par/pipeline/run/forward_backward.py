@@ -72,6 +72,7 @@ class ForwardBackward:
         self._advised, self._stopping = WholeBatchesAdvised(), Stopping(partial(_alone, engine.axis.rank))
         self._heard = HooksHeard(engine.programs.watch.lightning_module, Unheard(refuse_unforeseen))
         self._drew = engine.drew if rehearses else None  # else what draws and may not is refused there
+        self._backwards: set[tuple[str, int]] = set()  # of stages, whole or a part, that have run for some microbatch
         self._effects: Effects | None = None  # what the step did, once all forwards have run
 
     def run(self) -> Effects:
@@ -182,15 +183,24 @@ class ForwardBackward:
 
     def _backward(self, action: Action) -> None:
         assert self.apart is not None
-        self.apart.in_backward()
+        trusted = self.replays.alike.trusted and (action.op, action.stage) in self._backwards
+        self.apart.in_backward(looks=not trusted)
         if self.finals is not None:
             self.finals.begin(action)
-        key = (*self.key, action.microbatch, ord(action.op), -1 - action.stage)  # forwards have events from 0 there
-        draws = drawing_in_backward(key, f"A hook or an autograd function in stage {action.stage}", self._drew)
-        with self._keeping(action), self._stopping, draws:
+        with self._keeping(action), self._stopping, self._drawing(action):
             self.crossing.backward(action.op, action.stage, action.microbatch, once=self.meets)
         if self.finals is not None:
             self.finals.end(action)
+
+    def _drawing(self, action: Action) -> AbstractContextManager[None]:
+        """Around a backward, in which something may draw."""
+        alike, place = self.replays.alike, (action.op, action.stage)
+        if alike.draws_trusted and place in self._backwards:
+            return nullcontext()
+        self._backwards.add(place)
+        key = (*self.key, action.microbatch, ord(action.op), -1 - action.stage)  # forwards have events from 0 there
+        what = f"A hook or an autograd function in stage {action.stage}"
+        return drawing_in_backward(key, what, self._drew, alike.stray)
 
     def _keeping(self, action: Action) -> AbstractContextManager[None]:
         """Around a backward, which may keep or say something."""

@@ -81,13 +81,14 @@ class GradientsApart(contextlib.AbstractContextManager["GradientsApart"]):
             set_each(self._parameters, "grad", self._earlier)
             self._apart = False
 
-    def in_backward(self) -> None:
-        """A backward may run from now on."""
+    def in_backward(self, looks: bool = True) -> None:
+        """A backward may run from now on; ``looks`` whether to see what the forwards before it did to gradients."""
         if self._apart:
             return
-        if self._first is not None and self._settled != self._state.settled:  # by a look, which changes none
+        looks = looks and self._first is not None
+        if looks and self._settled != self._state.settled:  # by a look, which changes none
             self._note_first()
-        if self._first is not None and self._seen() != self._first:
+        if looks and self._seen() != self._first:
             raise NotImplementedError(
                 "A layer's forward or a hook on it changes the gradient that earlier batches left in a weight, and "
                 "would do so once for each microbatch. Do it in on_before_zero_grad or on_train_batch_start, or set "

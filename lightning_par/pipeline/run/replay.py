@@ -20,6 +20,7 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.prepared_step import Part, Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape, filled
+from lightning_par.pipeline.run.alike_microbatches import AlikeMicrobatches
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.replayed_values import ReplayedValues
 from lightning_par.pipeline.run.stage_run import StageRun
@@ -36,12 +37,13 @@ class Replays:
     Attributes:
         count: of the runs so far.
         alone: whether units talk to no other rank, so that this one may run a stage again.
+        alike: tells whether a step's later microbatches do as its first one does.
     """
 
     def __init__(self, module: nn.Module, watch: Watch) -> None:
         self.module, self.watch = module, watch
         self.count = 0
-        self.alone = False
+        self.alone, self.alike = False, AlikeMicrobatches()
         self._unfit: list[Program] = []  # whose units changed what is watched
         self._tape: Tape | None = None
         self._stages: dict[int, TapedStage] = {}
@@ -55,6 +57,7 @@ class Replays:
         """A step begins; ``apart`` if something beside its events counts, as hooks do."""
         unfit = apart or ready.coupled or ready.program in self._unfit
         self._tape = None if unfit else ready.parts[0].tape
+        self.alike.begin(None if self._tape is None or len(ready.parts) == 1 else self._tape.program)
         self._stages, self._looked, self._looking = {}, set(), False
 
     def pause(self) -> None:
@@ -64,7 +67,9 @@ class Replays:
         self._looking = False
 
     def end(self) -> None:
-        """All forwards have run."""
+        """All forwards have run, and all backwards, unless these meet what the step did."""
+        if self._looking:
+            self.alike.end(self.watch.moves)
         self.pause()
         self._tape, self._stages = None, {}  # they hold the batch
 
@@ -76,6 +81,9 @@ class Replays:
             self.pause()
             return None
         first = run.stage not in self._looked
+        if not first and self.alike.trusted and not self._seeds(stage, run):
+            self.count += 1
+            return self._run(tape, stage, part, run, counts, first)
         if first:
             stand_at(part.before)
         self._look()
@@ -114,9 +122,14 @@ class Replays:
             self._stages[run.stage] = stage_of(tape, run)
         return self._stages[run.stage]
 
+    def _seeds(self, stage: TapedStage, run: StageRun) -> bool:
+        """Whether units get streams to draw from: they may draw, or it is too late once they have."""
+        return not self.alone or stage.draws or run.stage in run.program.drawing
+
     def _look(self) -> None:
         """What the run that follows changes can be undone; what others have changed since the last one stays."""
         if self._looking and self.watch.moves():  # a backward of the user's, say
+            self.alike.stray()
             self.watch.let_go()
             self._looking = False
         if not self._looking:
@@ -132,6 +145,7 @@ class Replays:
 
     def _undo(self) -> None:
         assert self._tape is not None
+        self.alike.stray()
         self._unfit.append(self._tape.program)
         self._tape, self._looking = None, False
         self._printed.clear()
@@ -145,13 +159,14 @@ class Replays:
         Where they have kept something, too, that can't be put back, what they drew stands: they would keep it twice.
         """
         effects, result = Effects(), None
-        seeds = not self.alone or stage.draws or run.stage in run.program.drawing
+        seeds = self._seeds(stage, run)
         run.depth = 1
         before, Run.current = Run.current, run
         try:
             with torch.set_grad_enabled(part.step.grad), part.step.context():
                 values = ReplayedValues(run, stage)
-                with run.draws.several(seeds) if stage.trains else _NOTHING as draws:
+                looks = first or not self.alike.draws_trusted
+                with run.draws.several(seeds, looks) if stage.trains else _NOTHING as draws:
                     for index, record, call in stage.calls:
                         if call.original is None:
                             values.event(index, record, call)
