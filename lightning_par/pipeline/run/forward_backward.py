@@ -183,24 +183,21 @@ class ForwardBackward:
 
     def _backward(self, action: Action) -> None:
         assert self.apart is not None
-        trusted = self.replays.alike.trusted and (action.op, action.stage) in self._backwards
-        self.apart.in_backward(looks=not trusted)
+        alike = self.replays.alike.draws_trusted and (action.op, action.stage) in self._backwards
+        self.apart.in_backward(looks=not alike)
         if self.finals is not None:
             self.finals.begin(action)
-        with self._keeping(action), self._stopping, self._drawing(action):
+        with self._keeping(action), self._stopping, _NOTHING if alike else self._drawing(action):
             self.crossing.backward(action.op, action.stage, action.microbatch, once=self.meets)
         if self.finals is not None:
             self.finals.end(action)
 
     def _drawing(self, action: Action) -> AbstractContextManager[None]:
         """Around a backward, in which something may draw."""
-        alike, place = self.replays.alike, (action.op, action.stage)
-        if alike.draws_trusted and place in self._backwards:
-            return nullcontext()
-        self._backwards.add(place)
+        self._backwards.add((action.op, action.stage))
         key = (*self.key, action.microbatch, ord(action.op), -1 - action.stage)  # forwards have events from 0 there
         what = f"A hook or an autograd function in stage {action.stage}"
-        return drawing_in_backward(key, what, self._drew, alike.stray)
+        return drawing_in_backward(key, what, self._drew, self.replays.alike.stray)
 
     def _keeping(self, action: Action) -> AbstractContextManager[None]:
         """Around a backward, which may keep or say something."""
@@ -209,7 +206,7 @@ class ForwardBackward:
         if not self.meets:
             return self._heard
         if action.op == "W":  # of which the whole has run with the inputs' part
-            return nullcontext()
+            return _NOTHING
         return self.in_backward.stage()
 
     def _see_reach(self) -> None:
@@ -252,6 +249,9 @@ class ForwardBackward:
             if not self.rehearses:
                 self.in_backward.begin(program)
         return whole
+
+
+_NOTHING = nullcontext()
 
 
 def _alone(rank: int, _: StopIteration) -> str:
