@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
 from lightning_par.pipeline.program.program import Key
+from lightning_par.pipeline.run.arrived import Arrived
 from lightning_par.pipeline.run.backward import SplitBackward, backward, with_zeros
 from lightning_par.pipeline.run.border import Borders, Value
 from lightning_par.pipeline.run.errors import OtherStageError
@@ -18,10 +19,8 @@ from lightning_par.pipeline.run.message_plan import Message
 from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.timetable import Exchange
-from lightning_par.private.tensors import with_node
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.backward_reach import behind
-from lightning_par.sharded.tensor import ShardedTensor
 
 
 @dataclass
@@ -108,8 +107,8 @@ class Crossing:
 
     # ------------------------------------------------------------------------------------------------ forward
 
-    def receive(self, stage: int, microbatch: int) -> Callable[[Key], Tensor]:
-        """Wait for what ``stage`` needs; the callable gives a value as the step meets it."""
+    def receive(self, stage: int, microbatch: int) -> Arrived:
+        """Wait for what ``stage`` needs."""
         axis, program = self.axes[microbatch], self.programs[microbatch]
         border, held = self.borders.of(stage, microbatch), Held()
         self.held[stage, microbatch] = held
@@ -122,16 +121,7 @@ class Crossing:
             held.leaves.append(arrived[key])
         for key in border.graphed:
             held.others[key] = arrived[key] = arrived[key].detach().requires_grad_()
-
-        def value(key: Key) -> Tensor:
-            x = arrived[key]
-            x = with_node(x) if x.requires_grad else x  # not a leaf: user code may write into it
-            model = program.values[key]
-            if self.tokens.axis is not None:
-                x = self.tokens.wrapped(x, local_shape(model, axis))
-            return wrapped(x, model, axis)
-
-        return value
+        return Arrived(arrived, program, axis, self.tokens)
 
     def refuse_lost_gradients(self, stage: int, microbatch: int) -> None:
         """Once a stage's forward has run, see where its backward will go.
@@ -277,13 +267,6 @@ class Crossing:
         self._givers[value] -= 1
         if not self._givers[value] and self.programs[microbatch].at[source] != self.rank:
             self._leaving[Message("backward", source, key, microbatch, self.rank)] = self._grads.pop(value)
-
-
-def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:
-    """A value as the step sees it: samples of a microbatch stand for the whole batch's."""
-    if axis is None or not isinstance(model, ShardedTensor):
-        return x
-    return ShardedTensor(x, model.sharded_dim, model.positions, axis)
 
 
 def _in_order(wait: Callable[[], Tensor], back: tuple[int, ...]) -> Callable[[], Tensor]:

@@ -11,6 +11,7 @@ from lightning_par.pipeline.effects.random_draws import Draws
 from lightning_par.pipeline.program.microbatch_values import local_shape, own_samples
 from lightning_par.pipeline.program.program import Key, StepEvent
 from lightning_par.pipeline.program.tape import Absent, Call, filled
+from lightning_par.pipeline.run.arrived import Arrived
 from lightning_par.pipeline.run.local_events import Given, facts_of, noted
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.run.taped_stage import TapedStage
@@ -38,10 +39,13 @@ class ReplayedValues:
         self.strides: dict[Key, Any] = {}  # on one device, of those whose part does not tell them
         self.unwatched = self.alone and bool(stage.given) and is_unwatched()
         self.around: Any = None  # see `surroundings`
+        receive = run.receive
+        assert isinstance(receive, Arrived)
         for key, _ in run.program.routes.coming[run.stage]:
-            run.got[key] = x = run.receive(key)
-            if self.alone and type(x) is ShardedTensor and x._axis is self.axis and x._strides is None:
-                self.plain[key] = x._local
+            if self.alone and isinstance(run.program.values[key], ShardedTensor):
+                self.plain[key] = receive.own(key)  # units take no more: as the step sees it, it is made if asked
+            else:
+                run.got[key] = receive(key)
 
     def get(self, key: Key) -> Tensor:
         """As the step sees it."""

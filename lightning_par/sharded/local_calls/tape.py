@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.listener import Listener, thread
 from lightning_par.sharded.functions import DRAWS, METADATA, READS, STRIDES, name_of, writes
 from lightning_par.sharded.local_calls.form import PLAIN, Form, form_of
@@ -109,6 +110,9 @@ class Tape(TorchFunctionMode, Listener):
 
     def verb(self, run: Callable[..., Any], told: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """See `Listener.verb`."""
+        axis = next((x for x in (*args, *kwargs.values()) if isinstance(x, Axis)), None)
+        if axis is not None and axis.by_sample:  # nothing moves: it comes to functions of this microbatch's tensors
+            return run(*args, **kwargs)
         result = self._aside(run, args, kwargs)
         if self._is_known(result):  # it had nothing to do
             return result
