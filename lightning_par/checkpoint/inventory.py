@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -254,7 +255,7 @@ def _in_parts(value: Any, path: str, found: dict[str, Tensor], holders: dict[int
     """Note what lies in parts, by its path, and the objects of an optimizer's that hold some, by id."""
     if isinstance(value, ShardedTensor | Elsewhere):
         found[path] = value
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, (dict, list, tuple, deque)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             _in_parts(item, f"{path}/{key}", found, holders)
     elif path.startswith("/optimizer_states/") and _holds_something(value) and id(value) not in holders:
@@ -276,6 +277,8 @@ def _with_copies(value: Any, new: Mapping[int, Any], holders: Mapping[int, Any])
         return {key: _with_copies(x, new, holders) for key, x in value.items()}
     if type(value) in (list, tuple):
         return type(value)([_with_copies(x, new, holders) for x in value])
+    if type(value) is deque:
+        return deque((_with_copies(x, new, holders) for x in value), value.maxlen)
     if id(value) not in holders:
         return value
     twin = copy(value)

@@ -7,7 +7,8 @@ weights agree bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,13 +135,32 @@ def by_index(values: list[Tensor]) -> dict[str, Tensor]:
     return {str(i): value for i, value in enumerate(values)}
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested values by their path."""
+def flat(value: Any, prefix: str = "", within: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Nested values by their path; an object that can't tell what equals it is what it holds.
+
+    Args:
+        value: what may be nested.
+        prefix: its own path.
+        within: by identity, what it is nested in: of what holds itself the second one is left out.
+    """
+    items: Iterable[tuple[Any, Any]]
     if isinstance(value, dict):
-        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}").items()}
-    if isinstance(value, (list, tuple)):
-        return {k: v for i, inner in enumerate(value) for k, v in flat(inner, f"{prefix}.{i}").items()}
-    return {prefix.removeprefix("."): value}
+        items = value.items()
+    elif isinstance(value, (list, tuple, deque)):
+        items = enumerate(value)
+    elif _holds(value):
+        items = {"type": type(value).__qualname__, **vars(value)}.items()
+    else:
+        return {prefix.removeprefix("."): value}
+    if id(value) in within:
+        return {}
+    within = (*within, id(value))
+    return {k: v for key, inner in items for k, v in flat(inner, f"{prefix}.{key}", within).items()}
+
+
+def _holds(value: Any) -> bool:
+    """Whether it is an object that equals nothing but itself, and no function or class, which pickle by name."""
+    return type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__") and not hasattr(value, "__qualname__")
 
 
 def _compare_metrics(
@@ -212,11 +232,20 @@ def _compare_checkpoints(a: dict[str, Any], b: dict[str, Any], tolerance: float)
     for i, (one, other) in enumerate(zip(a["optimizer_states"], b["optimizer_states"])):
         options, others = flat(one["param_groups"]), flat(other["param_groups"])
         found += compare_tensors(f"optimizer {i} param_groups", options, others, tolerance)
-        kinds = list(dict.fromkeys(kind for state in one["state"].values() for kind in state))
-        for kind in kinds:
-            x, y = (
-                flat({str(k): state[kind] for k, state in sorted(optimizer["state"].items()) if kind in state})
-                for optimizer in (one, other)
-            )
-            found += compare_tensors(f"optimizer {i} {kind}", x, y, tolerance)
+        for kind, (x, y) in _by_kind(one["state"], other["state"]).items():
+            found += compare_tensors(f"optimizer {i} {kind}".rstrip(), x, y, tolerance)
     return found
+
+
+def _by_kind(*states: dict[Any, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What optimizers keep of each parameter, by kind; of the kind "" what they keep under names of their own."""
+    kept: list[dict[str, dict[str, Any]]] = []
+    for state in states:
+        kinds: dict[str, dict[str, Any]] = {}
+        for key in sorted(state, key=str):
+            own = state[key] if isinstance(state[key], dict) else {"": state[key]}
+            for kind, value in own.items():
+                kinds.setdefault(str(kind), {})[str(key)] = value
+        kept.append(kinds)
+    names = dict.fromkeys(kind for kinds in kept for kind in kinds)
+    return {kind: [flat(kinds.get(kind, {})) for kinds in kept] for kind in names}

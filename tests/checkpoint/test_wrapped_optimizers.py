@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,42 +57,67 @@ class Grafts(Optimizer):
         return loss
 
 
+class Shifts(Optimizer):
+    """Steps by what gradients were, of which a deque keeps the last ones, as AdaShift of `pytorch_optimizer` does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            past = self.state[p].setdefault("past", deque(maxlen=2))
+            past.append(p.grad.clone())
+            p.sub_(0.1 * past[0] / (1 + past[-1].abs()))
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "wraps": lambda parameters: Wraps(torch.optim.Adam(parameters, lr=0.01)),
+    "grafts": Grafts,
+    "shifts": Shifts,
+}
+
+
 class Net(LightningModule):
-    def __init__(self, grafts: bool = False) -> None:
+    def __init__(self, optimizer: str) -> None:
         super().__init__()
-        self.grafts = grafts
+        self.optimizer = optimizer
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.net(batch) - batch.flip(1)).square().mean()
 
     def configure_optimizers(self) -> Optimizer:
-        return Grafts(self.parameters()) if self.grafts else Wraps(torch.optim.Adam(self.parameters(), lr=0.01))
+        return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-def _saved(path: Path, layout: dict[str, Any] | None, resume: Path | None, grafts: bool = False) -> None:
+def _saved(path: Path, layout: dict[str, Any] | None, resume: Path | None, optimizer: str) -> None:
     devices: Any = {"devices": 1} if layout is None else {"devices": 2, "strategy": HybridParallelStrategy(**layout)}
     torch.manual_seed(0)
-    module = Net(grafts)
+    module = Net(optimizer)
     trainer = Trainer(
         accelerator="cpu", precision="64-true", max_epochs=1 if resume is None else 2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **devices,
     )  # fmt: skip
     batches = torch.randn(2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=resume)  # type: ignore[arg-type]
+    loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=resume, weights_only=False)  # which else loads no deque
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.parametrize("optimizer", ["wraps", "shifts"])
 @pytest.mark.parametrize(
     "layout", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["pipeline", "tensor"]
 )
-def test_the_state_of_wrapped_optimizers_is_saved_and_loaded(
-    pool: Pool, layout: dict[str, Any], tmp_path: Path
+def test_the_state_of_wrapped_optimizers_and_what_deques_hold_is_saved_and_loaded(
+    pool: Pool, layout: dict[str, Any], optimizer: str, tmp_path: Path
 ) -> None:
     for name, resume in (("first", None), ("second", tmp_path / "first.ckpt")):
         one, other = tmp_path / f"{name}_one.ckpt", tmp_path / f"{name}.ckpt"
-        pool.run(1, _saved, one, None, resume)
-        pool.run(2, _saved, other, layout, resume)
+        pool.run(1, _saved, one, None, resume, optimizer)
+        pool.run(2, _saved, other, layout, resume, optimizer)
         files = [torch.load(path, weights_only=False) for path in (one, other)]
         for part in ("state_dict", "optimizer_states"):
             assert not differences(files[0][part], files[1][part], 1e-9)
@@ -98,8 +125,8 @@ def test_the_state_of_wrapped_optimizers_is_saved_and_loaded(
 
 def test_what_objects_in_an_optimizers_state_hold_in_parts_is_saved_whole(pool: Pool, tmp_path: Path) -> None:
     """The first rank asked for the others' parts alone, until a time limit."""
-    pool.run(1, _saved, tmp_path / "one.ckpt", None, None, True)
-    pool.run(2, _saved, tmp_path / "two.ckpt", {"tensor_parallel_size": 2}, None, True)
+    pool.run(1, _saved, tmp_path / "one.ckpt", None, None, "grafts")
+    pool.run(2, _saved, tmp_path / "two.ckpt", {"tensor_parallel_size": 2}, None, "grafts")
     held = []
     for name in ("one", "two"):
         state = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["optimizer_states"][0]["state"]

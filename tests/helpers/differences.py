@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ def differences(a: Any, b: Any, tolerance: float, path: str = "") -> list[str]:
         if list(a) != list(b):
             return [f"{path}: keys {list(a)} != {list(b)}"]
         return [line for key in a for line in differences(a[key], b[key], tolerance, f"{path}.{key}")]
-    if isinstance(a, (list, tuple)):
+    if isinstance(a, (list, tuple, deque)):
         if len(a) != len(b):
             return [f"{path}: {len(a)} != {len(b)} items"]
         return [line for i, (x, y) in enumerate(zip(a, b)) for line in differences(x, y, tolerance, f"{path}.{i}")]
