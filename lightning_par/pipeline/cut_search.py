@@ -16,7 +16,7 @@ from lightning_par.pipeline.cut_ways import Cut, ways_of
 from lightning_par.pipeline.plan.first_calls import called_once
 from lightning_par.pipeline.plan.no_schedule import NoScheduleError, by_hand
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.units import ModuleCall, as_units, walk
+from lightning_par.pipeline.plan.units import ModuleCall, as_units, check_step, walk
 from lightning_par.pipeline.program.make_program import OutsideWriteError, SharedWriteError
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -93,6 +93,7 @@ class CutSearch:
             found = self._skipped(step, wanted)
             if found is not None:
                 return found
+        check_step(surveyed.root)
         plan, stages = self.spread.plan(step.module, surveyed.root, ())
         if not surveyed.ends:  # it will run unit by unit
             return plan, stages, None
@@ -141,6 +142,7 @@ class CutSearch:
             root = (known or survey(step)).root
         except Exception:  # it may need gradients, or values
             root = _static(step.module)
+        check_step(root)
         return spread.plan(step.module, called_once(root), ())
 
     def _skipped(self, step: Step, wanted: int) -> tuple[Any, Stages, Program] | None:

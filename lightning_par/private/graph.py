@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
+from collections.abc import Callable, Container, Iterator
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -198,6 +198,17 @@ def saves_for_python() -> bool:
     it likes; torch's own nodes read it once a pass. For functions that a hook of saved tensors calls itself."""
     frame = sys._getframe(2).f_back
     return frame is None or frame.f_code is _APPLY  # in a thread of autograd's it is not known
+
+
+def autograd_function(until: Container[CodeType]) -> FrameType | None:
+    """The call of a `torch.autograd.Function` in which the caller was called, unless it is further up than one of the
+    codes ``until``."""
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code not in until:
+        if frame.f_code is _APPLY:
+            return frame
+        frame = frame.f_back
+    return None
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # before anybody replaces it

@@ -559,9 +559,83 @@ class LooksAtViews(CountsAtPlaces):
         self.log("row", row.sum())
 
 
+class _Reversed(torch.autograd.Function):
+    """Keeps no activations of the layers that it calls: its backward makes them from the result, layer by layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Any) -> Tensor:  # type: ignore[override]
+        one, other = x.chunk(2, dim=-1)
+        for layer in layers:
+            one, other = other, one + layer(other)
+        ctx.save_for_backward(one.detach(), other.detach())
+        ctx.layers = layers
+        return torch.cat([one, other], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (one, other), (of_one, of_other) = ctx.saved_tensors, grad.chunk(2, dim=-1)
+        for layer in ctx.layers[::-1]:
+            with torch.enable_grad():
+                given = one.detach().requires_grad_()
+                made = layer(given)
+            made.backward(of_other)
+            one, other = other - made.detach(), one
+            of_one, of_other = of_other, of_one + given.grad
+        return torch.cat([of_one, of_other], dim=-1), None
+
+
+def _half() -> nn.Module:
+    return nn.Sequential(nn.Linear(C // 2, 4 * C), nn.Tanh(), nn.Linear(4 * C, C // 2))
+
+
+class _Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_half() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Reversed.apply(x, self.layers)
+
+
+class ReversibleLayers(Base):
+    """The module around them can't be taken apart, however much of the model's work it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _Reversible()
+
+
+class ReversibleByHand(ReversibleLayers):
+    """Nor can it where the step runs layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss}
+
+
+class ReversesItself(Base):
+    """The step's own code calls the function, which no stage can run alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = _half(), _half(), nn.Parameter(torch.ones(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Reversed.apply(x * self.scale, [self.a, self.b])
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, ChecksItsChoices,
-                 LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting)
+                 LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting, ReversibleLayers,
+                 ReversibleByHand)
 }  # fmt: skip

@@ -46,6 +46,7 @@ from tests.law.strange import (
     KeepsWhatNoneCanMake,
     LooksAtViews,
     OnPoints,
+    ReversesItself,
     UpdatesAndComputes,
 )
 
@@ -95,6 +96,7 @@ BY_THEMSELVES = {
         RegistersInLayer,
         RegistersOnItself,
         RenewsCodebook,
+        ReversesItself,
         RoutesAndCounts,
         RunsALayerAgain,
         TakesFromHooks,
@@ -269,6 +271,13 @@ def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
 def test_a_layer_that_hands_out_a_loss_and_counts_is_refused_by_name(pool: Pool) -> None:
     wrong, _ = _wrong(pool, ["RoutesAndCounts"], LAYOUTS["pipeline"])
     assert "'a.1' hands out what other code uses, by balance, losses, said, and changes" in wrong["RoutesAndCounts"]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "placement"])
+def test_a_step_whose_backward_calls_layers_of_two_stages_again_is_refused(pool: Pool, layout: str) -> None:
+    wrong, _ = _wrong(pool, ["ReversesItself"], LAYOUTS[layout])
+    assert "it calls 'a' and 'b' in a torch.autograd.Function, whose backward may call both" in wrong["ReversesItself"]
+    assert "TensorParallelStrategy" in wrong["ReversesItself"]
 
 
 def test_layers_that_a_backward_adds_gradients_to_are_refused_where_those_are_shares(pool: Pool) -> None:

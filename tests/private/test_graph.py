@@ -16,6 +16,7 @@ from lightning_par.private.graph import (
     NodeStand,
     asker_of_node,
     at_end_of_backward,
+    autograd_function,
     can_order_nodes,
     checkpoint_generator,
     checkpointing_as,
@@ -177,6 +178,27 @@ def test_what_a_python_function_saves_is_told_from_what_torchs_own_nodes_save() 
         Saves.apply(leaf)
         leaf.exp()
     assert found == [True, False]
+
+
+def test_what_runs_within_a_python_function_is_told_as_far_up_as_is_asked() -> None:
+    def asks() -> Any:
+        return autograd_function({calls.__code__})
+
+    def calls() -> Any:
+        return asks()
+
+    found: list[Any] = []
+
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, through: bool) -> torch.Tensor:  # type: ignore[override]
+            found.extend([calls()] if through else [asks(), asks()])
+            return x.exp()
+
+    Calls.apply(torch.ones(1), False)
+    Calls.apply(torch.ones(1), True)
+    once, again, through = found
+    assert once is not None and once is again and through is None and asks() is None
 
 
 def test_a_node_may_be_moved_in_the_order_in_which_backward_takes_what_is_ready() -> None:

@@ -9,7 +9,7 @@ from lightning_par.pipeline.plan.units import ModuleCall, walk
 
 def called_once(root: ModuleCall) -> ModuleCall:
     """``root``, in which the first call of each module costs as much as all of its calls, and is the only one, and any
-    module can be opened.
+    module can be opened but those that never can.
 
     Example::
 
@@ -26,7 +26,7 @@ def called_once(root: ModuleCall) -> ModuleCall:
             return None
         seen.add(call.path)
         children = tuple(found for child in call.children if (found := first(child)) is not None)
-        return replace(call, flops=flops[call.path], children=children, closed=None)
+        return replace(call, flops=flops[call.path], children=children, closed=call.closed if call.always else None)
 
     once = first(root)
     assert once is not None

@@ -21,6 +21,7 @@ class ModuleCall:
         children: the calls of modules within this call.
         closed: why it can't be opened, e.g. "reads a value"; None where it can.
         nbytes: of the values that are made in the whole call, children included.
+        always: whether it is closed where a step runs layer by layer, too.
     """
 
     path: str
@@ -29,6 +30,7 @@ class ModuleCall:
     children: tuple[ModuleCall, ...] = ()
     closed: str | None = None
     nbytes: float = 0.0
+    always: bool = False
 
 
 class ClosedError(ValueError):
@@ -75,6 +77,15 @@ def close(root: ModuleCall, paths: Collection[str], reason: str) -> ModuleCall:
     """
     children = tuple(close(child, paths, reason) for child in root.children)
     return replace(root, children=children, closed=root.closed or (reason if root.path in paths else None))
+
+
+def check_step(root: ModuleCall) -> None:
+    """Raises ValueError where the step's own code can't be taken apart, however it runs."""
+    if root.always:
+        raise ValueError(
+            f"The step can't be cut into stages: {root.closed}. Call them in the forward of a module of its own, which "
+            "stays in one place, or use TensorParallelStrategy."
+        )
 
 
 def as_units(root: ModuleCall, paths: Collection[str]) -> ModuleCall:

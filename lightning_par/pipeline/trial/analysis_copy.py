@@ -19,6 +19,7 @@ from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.private.fake_tensors import FakeTensorMode
+from lightning_par.private.graph import autograd_function
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.metrics import is_metric
 from lightning_par.private.module_calls import plain_call, set_call
@@ -82,11 +83,16 @@ class _Traced:
         self.numel = sum(p.numel() for p in module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.numel:
+            self.run.in_function(self.path, autograd_function(_CALLS))
         self.run.enter_module(self.path, self.numel)
         try:
             return self.original(*args, **kwargs)
         finally:
             self.run.leave_module()
+
+
+_CALLS = (_Traced.__call__.__code__, LocatedCall.__call__.__code__)
 
 
 def trace_calls(copy: nn.Module, run: CallTree) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +27,13 @@ class Closing(NamedTuple):
         children: calls in it before that showed.
         calls: of modules with parameters in the step before that showed; infinite where those outside don't matter,
             -1 where none need follow.
+        always: whether it may not where a step runs layer by layer, either.
     """
 
     why: str
     children: int
     calls: float
+    always: bool = False
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Frame:
         first: the number of the step's functions before it.
         end: the number of those before and within it.
         place: file:line of the user's code that makes it.
+        function: the last call of a `torch.autograd.Function` in its own code that called a module, and the module.
     """
 
     path: str
@@ -52,6 +56,7 @@ class Frame:
     nbytes: float = 0.0
     children: list[Frame] = field(default_factory=list)
     closing: Closing | None = None
+    function: tuple[FrameType | None, str] = (None, "")
 
     def call(self, calls: int = 0) -> ModuleCall:
         """It can't be opened where modules follow on what the reason is about.
@@ -64,7 +69,8 @@ class Frame:
             follows = any(child.numel for child in self.children[reason.children :]) or calls > reason.calls
             closed = reason.why if follows else None
         children = tuple(child.call(calls) for child in self.children)
-        return ModuleCall(self.path, self.flops, self.numel, children, closed, self.nbytes)
+        always = closed is not None and reason is not None and reason.always
+        return ModuleCall(self.path, self.flops, self.numel, children, closed, self.nbytes, always)
 
 
 class CallTree:
@@ -92,20 +98,35 @@ class CallTree:
 
     def leave_module(self) -> None:
         frame = self.frames.pop()
-        frame.end, frame.place = self.number(), user_line()
+        frame.end, frame.place, frame.function = self.number(), user_line(), (None, "")
         self.frames[-1].flops += frame.flops
         self.frames[-1].nbytes += frame.nbytes
         self.frames[-1].children.append(frame)
 
-    def close_modules(self, why: str, reads: bool = False) -> None:
+    def in_function(self, path: str, call: FrameType | None) -> None:
+        """The module ``path``, with parameters, is about to be called within ``call`` of a `torch.autograd.Function`.
+
+        Its backward may call all of its modules again, as that of a reversible network does, on the rank that has it.
+        """
+        before, other = self.frames[-1].function
+        if call is not None and call is before and path != other:
+            self.close_modules(
+                f"it calls {other!r} and {path!r} in a torch.autograd.Function, whose backward may call both again",
+                always=True,
+            )
+        self.frames[-1].function = (call, path)
+
+    def close_modules(self, why: str, reads: bool = False, always: bool = False) -> None:
         """The module whose own code is running can't be taken apart.
 
         Args:
             why: in words.
             reads: whether it goes by a value, which only the rank that has it may do, whatever modules follow.
+            always: whether it can't where the step runs layer by layer, either, and the step's own code can't.
         """
-        for frame in reversed(self.frames[1:]):
-            frame.closing = frame.closing or Closing(why, len(frame.children), self.calls if reads else inf)
+        for frame in reversed(self.frames[0 if always else 1 :]):
+            if frame.closing is None or always:
+                frame.closing = Closing(why, len(frame.children), self.calls if reads else inf, always)
             if frame.numel:  # one without parameters is no unit: its code is that of the module around it
                 return
 

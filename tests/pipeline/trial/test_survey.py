@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.first_calls import called_once
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.units import walk
+from lightning_par.pipeline.plan.units import check_step, choose_units, walk
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Seen, same
 from lightning_par.trial.step import Step
@@ -103,3 +105,54 @@ def test_a_step_that_counts_on_its_batch_size_is_surveyed_on_its_batch(file: Pat
 def test_what_lies_before_and_behind_a_loop_over_samples_is_the_same() -> None:
     ours, theirs = ([Seen(what, "") for what in ("a", *"x" * n, "b", "c")] for n in (2, 4))
     assert [*same(ours, theirs)] == [(0, 0), (1, 1), (2, 2), (3, 5), (4, 6)]
+
+
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *layers: nn.Module) -> Tensor:  # type: ignore[override]
+        for layer in layers:
+            x = layer(x)
+        return x.clone()
+
+
+class Chain(nn.Module):
+    """Layers of two modules each, which functions call one by one or together."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.together = together
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.together:
+            return _Calls.apply(x, *self.layers)
+        for layer in self.layers:
+            x = _Calls.apply(x, layer)
+        return x
+
+
+class CallsInFunctions(nn.Module):
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.chain, self.head = Chain(together), nn.Linear(C, C)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.chain(batch)).sum()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_one_function_calls_of_several_modules_stays_together_however_the_step_runs(together: bool) -> None:
+    root = survey(_step(CallsInFunctions(together)), one_more=False).root
+    for calls in (root, called_once(root)):
+        closed = {call.path: call.closed for call in walk(calls) if call.closed}
+        assert list(closed) == (["chain"] if together else [])
+        units = choose_units(calls, 4)
+        assert units[-1] == "head" and (units == ("chain", "head")) is together
+    assert not together or "'chain.layers.1' and 'chain.layers.2' in a torch.autograd.Function" in closed["chain"]
+
+
+def test_a_step_that_calls_one_function_with_several_modules_is_refused() -> None:
+    module = Chain(together=True)
+    module.training_step = lambda batch, batch_idx: module(batch).sum()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"'layers.1' and 'layers.2' in a torch.autograd.Function.* a module of its"):
+        check_step(survey(_step(module), one_more=False).root)
