@@ -69,6 +69,7 @@ class GradientSync:
         self._begun = False  # whether a window has begun whose gradients are not averaged yet
         self._delivers = False  # whether the backward that comes gives what is averaged already
         self._armed = False
+        self._divided: list[tuple[Tensor, int]] = []  # which were, as the backward that runs began, and by how much
         self._shared_out = True  # whether what earlier backwards left is shares as what comes
         self._ended = True  # whether the last backward has ended, and in no error
         self._shares = LookedAtShares(axis, self._name_of_share, self._settle)
@@ -106,6 +107,15 @@ class GradientSync:
             self.after_backward()
             self._synced = True
 
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Called where a backward has failed: what was whole before it is whole again."""
+        for x, count in self._divided:
+            if x.grad is not None and id(x) in self._touched:
+                x.grad.mul_(count)
+                self._touched.discard(id(x))
+        self._divided, self._armed = [], False
+
     def after_backward(self) -> None:
         """Average what the backward left, unless blocked or done. All ranks along the axis must call it."""
         self._begun |= self.blocked and bool(self._touched)
@@ -121,6 +131,7 @@ class GradientSync:
     def _average(self) -> None:
         _write(self._buckets.send_rest(_grad, lambda x: id(x) in self._touched)())
         self._touched.clear()
+        self._divided = []
         self._begun = False
         self._shares.end()
 
@@ -184,13 +195,14 @@ class GradientSync:
         """
         if self._shared_out:
             return
-        self._shared_out = True
+        self._shared_out, self._divided = True, []
         for bucket in self._buckets:
             count = _shares_of(bucket)
             for x in bucket.leaves if count else ():
                 if x.grad is not None and id(x) not in self._touched:
                     x.grad.div_(count)
                     self._touched.add(id(x))
+                    self._divided.append((x, count))
 
     def _refuse_early_steps(self, bucket: Bucket) -> None:
         """A hook of the user's own, as optimizers that step within backward have, would see what is not synced yet."""

@@ -131,11 +131,6 @@ class CutSearch:
                 f"microbatches={spread.asked}: {reason} Or write {spread.takes_one}, with which the step runs layer by "
                 "layer, slower."
             ) from reason
-        if step.grad and spread.groups.tensor.residual is not None:
-            raise ValueError(
-                f"shard_residual=True: {reason} Write shard_residual=False, with which the step runs layer by layer, "
-                "slower."
-            ) from reason
         if step.grad:
             spread.reason, spread.microbatches = BY_UNITS, 1
         try:
@@ -143,6 +138,8 @@ class CutSearch:
         except Exception:  # it may need gradients, or values
             root = _static(step.module)
         check_step(root)
+        if not any(call.numel for call in walk(root) if call.path):  # as where it calls copies of them
+            root = _static(step.module)
         return spread.plan(step.module, called_once(root), ())
 
     def _skipped(self, step: Step, wanted: int) -> tuple[Any, Stages, Program] | None:

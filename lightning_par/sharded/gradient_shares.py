@@ -78,6 +78,10 @@ def watched(synced: bool) -> Iterator[None]:
         for one in told:
             one.begin()
         yield
+    except BaseException:  # user code may go on
+        for one in told:
+            one.abandon()
+        raise
     finally:
         state.backwards -= 1
     for one in told:  # not after an error: it talks to ranks that may not have come this far

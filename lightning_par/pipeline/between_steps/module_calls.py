@@ -7,7 +7,7 @@ that a call on one rank alone ends in an error that names the others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -174,24 +174,33 @@ class Outside:
 
     def _carry_out(self, path: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         holders = self._holders[path]
-        given = Given(path, (args, kwargs))
+        fast = self._fast_weights(unit)
+        given = Given(path, (args, kwargs, [*fast.values()]))
         shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
         refuse_alone(self.axis, f"calls {path!r} outside a step")
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
         if not torch.is_grad_enabled():
             return self.runs(path, unit, holders, given, lambda: original(*args, **kwargs))
-        weights = [*unit.parameters()]
+        weights = [x for x in unit.parameters() if all(x is not y for y in fast.values())]
         inputs = UnitInputs(given.tensors, weights, self._joint().ends.of, self.axis.rank in holders)
 
         def run() -> Any:
             try:
-                with without_saved_tensors_hooks():  # by which checkpointing would run more on this rank alone
+                # not those by which checkpointing would run more on this rank alone
+                with without_saved_tensors_hooks(), holding(unit, {n: inputs.lend(x) for n, x in fast.items()}):
                     return original(*inputs.lend(args), **inputs.lend(kwargs))
             finally:
                 inputs.put_back()
 
         link = UnitBackward(self, path, unit, holders[0], inputs).link
         return self.runs(path, unit, holders, given, run, inputs, link)
+
+    def _fast_weights(self, unit: nn.Module) -> dict[str, Tensor]:
+        """What user code has put in the place of weights of ``unit``, as `torch.func.functional_call` does: all ranks
+        have it, and it comes to the unit as its arguments do."""
+        is_weight = self._joint().is_weight
+        named = unit.named_parameters(remove_duplicate=False)
+        return {name: x for name, x in named if not (is_weight(x) or isinstance(x, nn.Parameter))}
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -219,3 +228,20 @@ class Outside:
         """The ranks that hold a weight."""
         name = self._joint().spread_name(weight)
         return tuple(range(self.axis.size)) if name is None else self._joint().holders_of(name)
+
+
+@contextlib.contextmanager
+def holding(unit: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, ``unit`` has ``weights`` by their names."""
+    places: list[tuple[dict[str, Any], str]] = []
+    for name in weights:
+        path, _, key = name.rpartition(".")
+        places.append((unit.get_submodule(path)._parameters, key))
+    before = [held[key] for held, key in places]
+    for (held, key), x in zip(places, weights.values(), strict=True):
+        held[key] = x
+    try:
+        yield
+    finally:
+        for (held, key), x in zip(places, before, strict=True):
+            held[key] = x

@@ -12,7 +12,6 @@ from lightning_par.absent.elsewhere import Elsewhere
 from lightning_par.private.graph import at_end_of_backward, current_backward
 from lightning_par.private.leaf_hooks import hooks_of, set_hooks
 from lightning_par.private.modes import DisableTorchFunctionSubclass
-from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 
 
@@ -70,11 +69,6 @@ class WeightEnds:
         Raises:
             NotImplementedError: tokens are split between the islands of a tensor axis, where ranks have shares of them.
         """
-        if any(axis.name == "tensor" for axis in RunState.current.shared_between_steps):
-            raise NotImplementedError(
-                "A backward between steps of a pipeline can't be had with `shard_residual=True`. Leave that out, or "
-                "compute this loss in training_step."
-            )
         self._owner.forget()
         if self._backward != current_backward():
             self._backward = current_backward()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
+from lightning_par.pipeline.between_steps.weight_graphs import in_graph
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -44,7 +45,7 @@ def _gradients(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    wanted = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+    wanted = [in_graph(owner, x) for x in (inputs if isinstance(inputs, (list, tuple)) else [inputs])]
     names = [owner.spread_name(x) if owner.is_weight(x) else None for x in wanted]
     _refuse(owner, wanted, names, create_graph)
     found = torch.autograd.grad(

@@ -19,6 +19,7 @@ from lightning_par.pipeline.between_steps.unlinked import no_gradients, unlinked
 from lightning_par.private.leaf_hooks import number_of_leaf_hooks
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded import backward_reach
+from lightning_par.sharded.functions import name_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -53,7 +54,20 @@ def linked(owner: JointGradients, x: Any, values: Tensor) -> Tensor:
 
 
 def _graph_of(owner: JointGradients, x: Any) -> Tensor | None:
-    """What is in the place of ``x`` in that graph, without its values; None where its way is not known."""
+    """What is in the place of ``x`` in that graph, without its values; None where its way is not known.
+
+    A copy of a weight is one tensor however often it is read, so that its gradient can be asked for.
+    """
+    known = vars(x).get("_in_graph")
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    graph = _new_graph_of(owner, x)
+    if vars(x).get("_way") is not None and name_of(vars(x)["_way"][0]) == "clone":
+        x._in_graph = graph
+    return graph
+
+
+def _new_graph_of(owner: JointGradients, x: Any) -> Tensor | None:
     if owner.spread_name(x) is not None:
         found: Tensor = _OfWeight.apply(partial(_taken, owner, x), _lies(x), owner.ends.of(x))
         return found
@@ -63,6 +77,11 @@ def _graph_of(owner: JointGradients, x: Any) -> Tensor | None:
     func, args, kwargs, n = way
     base = _graph_of(owner, args[0])
     return None if base is None else tensors_in(func(base, *args[1:], **kwargs))[n]
+
+
+def in_graph(owner: JointGradients, x: Any) -> Any:
+    """What is in the place of ``x`` in the graph of all ranks, if it is a copy of a weight that is in that."""
+    return vars(x).get("_in_graph", x) if isinstance(x, Tensor) and owner.is_weight(x) else x
 
 
 class _OfWeight(torch.autograd.Function):

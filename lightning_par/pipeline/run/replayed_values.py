@@ -51,8 +51,8 @@ class ReplayedValues:
         """As the step sees it."""
         found = self.run.got.get(key)
         if found is None:
-            model = self.program.values.get(key)  # else it is all that its event returns
-            model = self.program.events[key[0]].result if model is None else model
+            crossing = self.program.values.get(key)  # its event may return others, too
+            model: Any = self.program.events[key[0]].result if crossing is None else crossing
             found = self.run.got[key] = ShardedTensor(self.plain[key], model.sharded_dim, model.positions, self.axis)
             found._strides = self.strides.get(key)
         return found

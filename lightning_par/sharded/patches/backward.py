@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from types import FrameType, FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,17 +17,19 @@ from lightning_par.sharded import backward_reach
 from lightning_par.sharded.aliases.frames import axes_of
 from lightning_par.sharded.gradient_shares import end, unshared, watched
 from lightning_par.sharded.parts import parts_along
-from lightning_par.sharded.patches.replacement import Replacement, Use
+from lightning_par.sharded.patches.function_code import FunctionCode
+from lightning_par.sharded.patches.replacement import Use
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 Axes = tuple[Axis, ...]
 
 
-def patches() -> tuple[Replacement, ...]:
-    """Of `torch.autograd.backward`, which ``x.backward`` calls, and `torch.autograd.grad`."""
-    of = functools.partial(Replacement, torch.autograd)
-    return of("backward", _sharing_backward), of("grad", _sharing_grad)
+def patches() -> tuple[FunctionCode, ...]:
+    """Of `torch.autograd.backward`, which ``x.backward`` calls, and `torch.autograd.grad`, by whatever name code has
+    them: ``from torch.autograd import grad``."""
+    backward, grad = cast("FunctionType", torch.autograd.backward), cast("FunctionType", torch.autograd.grad)
+    return FunctionCode(backward, _sharing_backward), FunctionCode(grad, _sharing_grad)
 
 
 def _sharing_backward(plain: Any, use: Use) -> Any:
@@ -63,6 +65,9 @@ def _sharing_grad(plain: Any, use: Use) -> Any:
 
         if not use.on:
             return usual()
+        if type(inputs) is dict:
+            found = torch.autograd.grad(outputs, [*inputs.values()], grad_outputs, *args, **kwargs)
+            return dict(zip(inputs, found, strict=True))
         state = RunState.current
         lent = _lent(plain, (outputs, inputs, grad_outputs, *args), kwargs, sys._getframe(1))
         if lent is not NotImplemented:

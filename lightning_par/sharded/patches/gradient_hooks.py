@@ -25,15 +25,18 @@ def _whole_in_hook(plain: Any, use: Use) -> Any:
         stored = getattr(self, "_stored_weight", None)
         if stored is not None and use.on:  # it is whole for a call alone; the hook stays with what is stored
             return stored.register_hook(hook)
-        axes = backward_reach.sharing(self, active()) if use.on else ()
+        state = RunState.current
+        axes = backward_reach.sharing(self, active() or state.shared_between_steps) if use.on else ()
         if not axes or self.is_leaf:  # a leaf's are seen to when a backward reaches it
             return plain(self, hook)
+        known = bool(active())  # else the backward may be one in which ranks do not meet
 
         @functools.wraps(hook)
         def on_whole(grad: Tensor) -> Any:
-            result = hook(backward_reach.leave(grad, axes))
+            over = axes if known else backward_reach.sharing(self, state.shared_backward)
+            result = hook(backward_reach.leave(grad, over))
             # what the user returns is whole
-            return result / backward_reach.ranks(axes) if isinstance(result, Tensor) else result
+            return result / backward_reach.ranks(over) if isinstance(result, Tensor) else result
 
         return plain(self, on_whole)
 
@@ -44,7 +47,8 @@ def _found_again(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def retain_grad(self: Tensor) -> None:
         plain(self)
-        if use.on and RunState.current.shared and not self.is_leaf:
+        state = RunState.current
+        if use.on and (state.shared or state.shared_between_steps) and not self.is_leaf:
             backward_reach.retain(self)
 
     return retain_grad

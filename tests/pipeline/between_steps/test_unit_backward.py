@@ -26,7 +26,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "placement": {"placement": {"net": 0, "head": 1}},
     "interleaved": {"pipeline_parallel_size": 2, "schedule": "zbv", "stages": ["net.1", "net.3", "head"]},
     "tensor": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "residual": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "shard_residual": True},
     "fsdp": {"pipeline_parallel_size": 2, "data_parallel": "fsdp"},
+    "alone": {"tensor_parallel_size": 2, "shard_residual": True},
 }
 
 
@@ -216,6 +218,9 @@ REFUSED = (
     "of_weights_hooks-tensor",
     "of_weights_hooks-fsdp",
     "of_hooks-tensor",
+    "of_gradients-residual",
+    "of_weights_hooks-residual",
+    "of_hooks-residual",
 )
 CELLS = [name for probe in PROBES for layout in LAYOUTS if (name := f"{probe}-{layout}") not in REFUSED]
 

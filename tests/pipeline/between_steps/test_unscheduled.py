@@ -300,8 +300,23 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
         4,
         partial(HybridParallelStrategy, pipeline_parallel_size=2, tensor_parallel_size=2, draws="one_device"),
     ),
+    "residual": (
+        4,
+        partial(
+            HybridParallelStrategy,
+            pipeline_parallel_size=2,
+            tensor_parallel_size=2,
+            shard_residual=True,
+            draws="one_device",
+        ),
+    ),
 }
-CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES if (kind, layout) != ("Hooks", "tensor")]
+CELLS = [
+    f"{kind}-{layout}"
+    for layout in LAYOUTS
+    for kind in MODULES
+    if kind != "Hooks" or layout not in ("tensor", "residual")
+]
 
 
 def _fit(kind: str, layout: str) -> Any:
@@ -373,10 +388,3 @@ def test_where_microbatches_are_asked_for_it_is_refused(kind: str, reason: str, 
         pool.run(2, _told, kind, pipeline_parallel_size=2, microbatches=2)
     assert "microbatches=2: " in str(refused.value) and reason in str(refused.value)
     assert "Or write microbatches='auto', which takes 1 here, with which the step runs layer by" in str(refused.value)
-
-
-def test_tokens_of_its_residual_stream_can_not_be_shared_out(pool: Pool) -> None:
-    with pytest.raises(
-        RanksFailedError, match="shard_residual=True: ByHand optimizes by hand .* Write shard_residual=F"
-    ):
-        pool.run(4, _told, "ByHand", pipeline_parallel_size=2, tensor_parallel_size=2, shard_residual=True)

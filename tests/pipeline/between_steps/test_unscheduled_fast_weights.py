@@ -1,0 +1,106 @@
+"""Steps without a schedule that compute with weights which they make themselves, as in learning to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+from tests.helpers.surface import Net, check, loader, trained
+from tests.pipeline.between_steps.test_unscheduled import LAYOUTS, ByHand
+
+
+class Functional(ByHand):
+    """Learns weights from which one gradient step leads to good ones, of the second order."""
+
+    create_graph = True
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        fast = dict(self.named_parameters())
+        for _ in range(2):
+            loss = F.cross_entropy(functional_call(self, fast, (x[::2],)), y[::2])
+            gradients = torch.autograd.grad(loss, list(fast.values()), create_graph=self.create_graph)
+            fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), gradients)}
+        return F.cross_entropy(functional_call(self, fast, (x[1::2],)), y[1::2])
+
+
+class FirstOrder(Functional):
+    create_graph = False
+
+
+class Automatic(Net):
+    """Likewise, with the loss's backward left to Lightning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = Functional.loss_by_hand(self, batch)  # type: ignore[arg-type]
+        self.log("train", loss.detach())
+        return loss
+
+    create_graph = True
+
+
+class Linears(ByHand):
+    """With functions of copies of weights."""
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        fast = [p.clone() for p in (*self.net.parameters(), *self.head.parameters())]
+        for _ in range(2):
+            loss = F.cross_entropy(self.run(fast, x[::2]), y[::2])
+            gradients = torch.autograd.grad(loss, fast, create_graph=True)
+            fast = [p - 0.1 * g for p, g in zip(fast, gradients)]
+        return F.cross_entropy(self.run(fast, x[1::2]), y[1::2])
+
+    def run(self, w: list[Tensor], x: Tensor) -> Tensor:
+        h = F.layer_norm(F.linear(F.gelu(F.linear(x, w[0], w[1])), w[2], w[3]), (8,), w[4], w[5])
+        return F.linear(h, w[6], w[7])
+
+
+class ByHead(ByHand):
+    """Of the last layer alone."""
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        h = self.net(x)
+        weight, bias = self.head.weight, self.head.bias
+        for _ in range(2):
+            loss = F.cross_entropy(F.linear(h[::2], weight, bias), y[::2])
+            one, other = torch.autograd.grad(loss, (weight, bias), create_graph=True)
+            weight, bias = weight - 0.1 * one, bias - 0.1 * other
+        return F.cross_entropy(F.linear(h[1::2], weight, bias), y[1::2])
+
+
+class PartsCalled(ByHand):
+    """Layers with weights of the step's own."""
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        noise = {name: p * (1 + 0.1 * p.detach().sign()) for name, p in self.net.named_parameters()}
+        return F.cross_entropy(self.head(functional_call(self.net, noise, (x,))), y)
+
+
+MODULES: dict[str, Callable[[], Net]] = {
+    kind.__name__: kind for kind in (Functional, FirstOrder, Automatic, Linears, ByHead, PartsCalled)
+}
+
+
+def _fit(kind: str, layout: str) -> Any:
+    return trained(MODULES[kind](), loader(12), LAYOUTS[layout][1], max_epochs=2)
+
+
+CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
+
+
+@slow(but=["Functional-pipeline", "Linears-pipeline", "Functional-tensor", "Automatic-placement"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_steps_with_weights_of_their_own_are_one_devices(cell: str, pool: Pool) -> None:
+    kind, layout = cell.split("-")
+    check(pool, _fit, kind, layout, world=LAYOUTS[layout][0])
