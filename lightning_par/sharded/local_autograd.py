@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class LocalAutograd(torch.Tensor):
     _local: Tensor
     _axis: Axis
     _name: str
+    _shown_grad: weakref.ref[ShardedTensor] | None = None
+    """What was read or set as the gradient last: the same object for as long as somebody has it, as on one device."""
 
     if TYPE_CHECKING:
 
@@ -78,7 +81,11 @@ class LocalAutograd(torch.Tensor):
         grad = self._local.grad
         if grad is None:
             return None
+        known = None if self._shown_grad is None else self._shown_grad()
+        if known is not None and known._local is grad and self._lies_as(known):
+            return known  # `p.grad is p.grad`
         found = self.with_local(grad)
+        self._shown_grad = weakref.ref(found)
         if self._name and RunState.current.names.on:
             found._name = f"the gradient of {self._name}"
         return found
@@ -89,9 +96,18 @@ class LocalAutograd(torch.Tensor):
             self._local.grad = None
             return
         with DisableTorchFunction():
-            self._local.grad, shares = self._own_part(value)
+            part, shares = self._own_part(value)
+            if shares and self._lies_as(value):  # `p.grad = g; p.grad is g`
+                part, self._shown_grad = value._local, weakref.ref(value)
+            self._local.grad = part
         if not shares:
             aliases.link(self.with_local(self._local.grad), value)
+
+    def _lies_as(self, x: Tensor) -> TypeGuard[ShardedTensor]:
+        """Whether ``x``, which has no graph, is sharded as this tensor is."""
+        mine, other = cast("ShardedTensor", self), cast("ShardedTensor", x)
+        alike = isinstance(x, LocalAutograd) and not x.requires_grad
+        return alike and other._dim == mine._dim and other._positions is mine._positions and other._axis is mine._axis
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
