@@ -62,8 +62,9 @@ def _add(found: dict[Key, Any], module: str, kind: str, held: Any) -> None:
 
 
 def _codes() -> dict[str, Any]:
-    """What the functions of `torch.distributed` do, by their names."""
-    modules = [sys.modules.get(f"torch.distributed{name}") for name in ("", "._functional_collectives")]
+    """What the functions of `torch.distributed` and `torch.autograd` do, by their names."""
+    names = ("distributed", "distributed._functional_collectives", "autograd")
+    modules = [sys.modules.get(f"torch.{name}") for name in names]
     return {
         f"codes of {module.__name__}": {
             name: x.__code__ for name, x in vars(module).items() if isinstance(x, FunctionType)
