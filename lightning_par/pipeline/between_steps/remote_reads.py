@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -82,6 +83,7 @@ class JointGradients:
         self.is_itself, self.show, self.recast = spread.is_itself, spread.show, spread.recast
         self.parameters = spread.parameters
         self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
+        self._shown: dict[str, weakref.ref[Gradient]] = {}  # what user code has read as gradients, by name
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self.alone, self.buffers_alone = GradientsAlone(self.parameters), BuffersAlone(spread.buffer_name)
         self.ends = WeightEnds(self)
@@ -111,6 +113,7 @@ class JointGradients:
     def forget(self) -> None:
         """To be called on all ranks where gradients may have come or gone."""
         self._known = None
+        self._shown.clear()
 
     def come(self) -> None:
         """To be called on all ranks where a backward begins that gives parameters gradients."""
@@ -232,11 +235,16 @@ class JointGradients:
             return None
         if held is None and self.sources[name] == self.axis.rank:
             raise RuntimeError(f"The gradient of {name!r} was removed on pipeline rank {self.axis.rank} alone.")
-        return Gradient(self, name, parameter, held)
+        known = self._shown[name]() if name in self._shown else None
+        if known is None or known.here is not held:  # else `p.grad is p.grad`
+            known = Gradient(self, name, parameter, held)
+            self._shown[name] = weakref.ref(known)
+        return known
 
     def put(self, parameter: Tensor, value: Tensor | None, here: bool) -> None:
         """``parameter.grad = value`` in user code; ``here`` says whether this rank holds the parameter."""
         name = self.name_of(parameter)
+        self._shown.pop(name, None)
         if value is None:
             self.drop([parameter])
         else:

@@ -24,7 +24,8 @@ class Reads(Net):
 
     def on_after_backward(self) -> None:
         for p in self.parameters():
-            assert p.grad is not None
+            grad = p.grad
+            assert grad is not None and grad is p.grad
             self.seen += [p.grad.abs().max(), p.grad.view(-1)[:3].clone(), p.grad.cpu().flatten().sort().values]
             p.grad[0] = p.grad[-1] * 2
             p.grad.view(-1).mul_(0.5)
