@@ -48,7 +48,7 @@ def _name(row: tuple[str, dict[str, Any]]) -> str:
     return "-".join([row[0], *options, *["placed"] * ("placement" in row[1])])
 
 
-@slow(but=["gpt-data=2-sequence=2", "gpt_checkpointed-pipeline=2-tensor=2-microbatches=2-shard=True"])
+@slow(but=["gpt-data=2-sequence=2"])
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_a_product_of_axes_never_changes_results(
     row: tuple[str, dict[str, Any]], pool: Pool, one_device: Callable[..., Result], tmp_path: Path

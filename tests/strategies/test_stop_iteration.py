@@ -92,7 +92,7 @@ def test_where_all_ranks_stop_the_epoch_ends_as_on_one_device(pool: Pool, strate
         torch.testing.assert_close(result, one, rtol=1e-9, atol=1e-12)
 
 
-@slow(but=["placement-hook", "tensor-one rank"])
+@slow(but=["placement-hook"])
 @pytest.mark.parametrize(
     "strategy, where",
     [
