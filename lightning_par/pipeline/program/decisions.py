@@ -9,6 +9,8 @@ that raises between units sees the true value on the stage that has it; the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 from math import isnan
 from types import TracebackType
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
@@ -62,6 +65,65 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
                 raise SamplesMixError(f"the step decides by a value of the whole batch at {file}:{line}")
             if other.ended:
                 waiting.append((other, flipped | {place}))
+
+
+def follow_branches(run: Analysis, again: Again, program: Program, made: Callable[[Analysis, Any], Program]) -> None:
+    """See that wherever values of the model lead a whole batch behind its last unit, the last stage can go alone: it
+    has the values, and the others do what they do in any case.
+
+    Args:
+        run: the recorded run.
+        again: runs the step by other guesses.
+        program: that was made of ``run``.
+        made: makes one of such a run, and of what the step returned in it.
+
+    Raises:
+        NoScheduleError: a decision leads to layers, weights, values or gradients of other stages.
+    """
+    waiting: list[tuple[Guesses, frozenset[Question]]] = [(run.guesses, frozenset())]
+    seen = 1
+    while waiting:
+        guesses, flipped = waiting.pop()
+        for place in guesses.decided:
+            if place in flipped or seen > TRIES:
+                continue
+            seen += 1
+            other = Guesses(guesses.with_other(place))
+            try:
+                found, result = again(other)
+            except _ENDS:  # a guard, or what made-up values led to
+                continue
+            other.ended = True
+            waiting.append((other, flipped | {place}))
+            if loss_in(result) is not None:  # else the step is skipped, with what it brought
+                _refuse_another_way(run, program, found, partial(made, found, result), place)
+
+
+def _refuse_another_way(
+    run: Analysis, program: Program, other: Analysis, made: Callable[[], Program], place: Question
+) -> None:
+    """Raises NoScheduleError where the run ``other`` asks for more of other stages than ``run`` has."""
+    file, line, _ = place[1]
+    what = None
+    used = [name for name, index in other.direct if index >= run.tail and name in program.elsewhere]
+    if other.units != run.units:
+        paths = [[path for path, _ in units] for units in (run.units, other.units)]
+        longer, shorter = sorted(paths, key=len, reverse=True)
+        what = f"calls {next((a for a, b in zip_longest(longer, shorter) if a != b), longer[-1])!r}"
+    elif used:
+        what = f"uses {used[0]!r}"
+    else:
+        of_other = made()
+        if not {*of_other.routes.tail} <= {*program.routes.tail, *program.routes.keys_coming[-1]}:
+            what = "uses other values of early layers"
+        elif of_other.wanted != program.wanted:
+            what = "takes gradients to other values"
+    if what is not None:
+        raise NoScheduleError(
+            f"{file}:{line}: the step decides by a value of the model here, and {what} by one answer alone: the other "
+            "stages of the pipeline, which don't have the value, can't know in time. Do it in any case and choose by "
+            "torch.where, or use TensorParallelStrategy."
+        )
 
 
 def _leads_to(again: Again, guesses: Guesses, outline: Outline) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffects
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.program.decisions import follow_decisions, guards_between_units
+from lightning_par.pipeline.program.decisions import follow_branches, follow_decisions, guards_between_units
 from lightning_par.pipeline.program.make_program import make_program
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.routes import stage_of
@@ -25,7 +25,7 @@ from lightning_par.pipeline.trial.survey import Survey, calls_in, scaled
 from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
 from lightning_par.sharded.patches.graph_nodes import taken_apart
 from lightning_par.trial.guesses import EndlessError, Guesses, RepeatedGuesses
-from lightning_par.trial.step import Step
+from lightning_par.trial.step import Step, loss_in
 
 
 def survey(step: Step, one_more: bool = False) -> Survey:
@@ -119,8 +119,12 @@ def _study_whole(step: Step, stages: Stages) -> Program:
     hooked = run.hooked or run.recomputes and bool(run.changes.keeping or run.regions)
     backwards = any(map(number_of_backward_hooks, step.module.modules())) or backward_hooks_on_all()
     run.guards = guards_between_units(run, AnalysisRun(step, stages).once)
-    program = make_program(step, run, result, 1, {}, in_order=bool(run.changes.keeping or hooked or backwards))
+    in_order = bool(run.changes.keeping or hooked or backwards)
+    program = make_program(step, run, result, 1, {}, in_order=in_order)
     _refuse_torn_hooks(run, program)
+    if step.grad and stages.ranks > 1 and loss_in(result) is not None:
+        made = partial(make_program, step, microbatches=1, layouts={}, in_order=in_order)
+        follow_branches(run, AnalysisRun(step, stages).once, program, made)
     return replace(  # what units keep, the next ones go by
         program,
         patterns=run.guesses.patterns,
