@@ -129,7 +129,7 @@ class Guesses:
     @property
     def decided(self) -> list[Key]:
         """The questions that were answered yes or no, each by all who called for it."""
-        return [caller for place in self._decisions for caller in self._callers[place]]
+        return [caller for place in self.asked if place in self._decisions for caller in self._callers[place]]
 
     def decided_after(self, caller: Key) -> list[Key]:
         """Those of `decided` that were last asked after one of them."""

@@ -141,9 +141,10 @@ class _Part:
                 "gradients of gradients of that. Leave `create_graph=True` out."
             )
         seeds = self._what_is_left(seeds)
-        wanted = [n for n, is_asked in enumerate(asked) if is_asked]
+        own: list[Any] = [*map(_edge, of), *(leaves := [call.inputs.leaves[x] for x in self.group.inputs])]
+        frozen = {n for n, x in enumerate(own) if isinstance(x, Tensor) and not x.requires_grad}  # since the forward
+        wanted = [n for n, is_asked in enumerate(asked) if is_asked and n not in frozen]
         if seeds and wanted:
-            own: list[Any] = [*map(_edge, of), *(leaves := [call.inputs.leaves[x] for x in self.group.inputs])]
             hooks = [pair for x in leaves for pair in take_hooks(x)]  # they see the gradient where it arrives for good
             try:
                 found = torch.autograd.grad(

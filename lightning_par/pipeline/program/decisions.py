@@ -9,8 +9,7 @@ that raises between units sees the true value on the stage that has it; the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import zip_longest
+from itertools import chain
 from math import isnan
 from types import TracebackType
 from typing import Any
@@ -19,9 +18,11 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.plan.no_schedule import NoScheduleError
+from lightning_par.pipeline.program.make_program import wanted_of
 from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.tensor import full
 from lightning_par.trial.guesses import TRIES, EndlessError, Guesses
 from lightning_par.trial.guesses import Key as Question
@@ -67,63 +68,87 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
                 waiting.append((other, flipped | {place}))
 
 
-def follow_branches(run: Analysis, again: Again, program: Program, made: Callable[[Analysis, Any], Program]) -> None:
+def follow_branches(run: Analysis, again: Again, program: Program) -> None:
     """See that wherever values of the model lead a whole batch behind its last unit, the last stage can go alone: it
     has the values, and the others do what they do in any case.
+
+    Each decision is answered otherwise once, in a run of its own, those of ``run`` and those that such a run alone
+    comes to; not what was seen to raise between units. There are `TRIES` runs at most, with the recorded one.
 
     Args:
         run: the recorded run.
         again: runs the step by other guesses.
         program: that was made of ``run``.
-        made: makes one of such a run, and of what the step returned in it.
 
     Raises:
         NoScheduleError: a decision leads to layers, weights, values or gradients of other stages.
     """
-    waiting: list[tuple[Guesses, frozenset[Question]]] = [(run.guesses, frozenset())]
-    seen = 1
+    waiting, seen = [run.guesses], 1
+    met = {run.asks[index] for index in run.guards}
     while waiting:
-        guesses, flipped = waiting.pop()
+        guesses = waiting.pop(0)
         for place in guesses.decided:
-            if place in flipped or seen > TRIES:
+            if place in met or seen == TRIES:
                 continue
             seen += 1
+            met.add(place)
             other = Guesses(guesses.with_other(place))
             try:
                 found, result = again(other)
+            except NoScheduleError:  # of what that answer leads to
+                raise
             except _ENDS:  # a guard, or what made-up values led to
                 continue
-            other.ended = True
-            waiting.append((other, flipped | {place}))
-            if loss_in(result) is not None:  # else the step is skipped, with what it brought
-                _refuse_another_way(run, program, found, partial(made, found, result), place)
+            waiting.append(other)
+            _refuse_another_way(run, program, found, loss_in(result), place)
 
 
-def _refuse_another_way(
-    run: Analysis, program: Program, other: Analysis, made: Callable[[], Program], place: Question
-) -> None:
+def _refuse_another_way(run: Analysis, program: Program, other: Analysis, loss: Tensor | None, place: Question) -> None:
     """Raises NoScheduleError where the run ``other`` asks for more of other stages than ``run`` has."""
-    file, line, _ = place[1]
-    what = None
-    used = [name for name, index in other.direct if index >= run.tail and name in program.elsewhere]
-    if other.units != run.units:
-        paths = [[path for path, _ in units] for units in (run.units, other.units)]
-        longer, shorter = sorted(paths, key=len, reverse=True)
-        what = f"calls {next((a for a, b in zip_longest(longer, shorter) if a != b), longer[-1])!r}"
-    elif used:
-        what = f"uses {used[0]!r}"
-    else:
-        of_other = made()
-        if not {*of_other.routes.tail} <= {*program.routes.tail, *program.routes.keys_coming[-1]}:
-            what = "uses other values of early layers"
-        elif of_other.wanted != program.wanted:
+    what = _another_call(run, other, loss is None) or _another_use(run, program, other)
+    if what is None and loss is not None:  # else the step is skipped, with what it brought
+        coming = {*chain.from_iterable(program.routes.keys_coming)}
+        values = {key: returned_tensors(other.events[key[0]].result)[key[1]] for key in coming}
+        if wanted_of(other, values, loss) != program.wanted & coming:
             what = "takes gradients to other values"
     if what is not None:
+        file, line, _ = place[1]
         raise NoScheduleError(
             f"{file}:{line}: the step decides by a value of the model here, and {what} by one answer alone: the other "
             "stages of the pipeline, which don't have the value, can't know in time. Do it in any case and choose by "
             "torch.where, or use TensorParallelStrategy."
         )
+
+
+def _another_call(run: Analysis, other: Analysis, skips: bool) -> str | None:
+    """What ``other`` does up to the last unit that ``run`` does not; a step that ``skips`` may end before."""
+    paths, others = ([path for path, _ in one.units] for one in (run, other))
+    same = next((n for n, (a, b) in enumerate(zip(paths, others)) if a != b), min(len(paths), len(others)))
+    if same < len(others) or same < len(paths) and not skips:
+        return f"calls {(others[same:] or paths[same:])[0]!r}"
+    end = min(run.tail, len(other.events)) if skips else run.tail
+    if [x.func for x in run.events[:end]] != [x.func for x in other.events[:end]]:
+        return "computes something else before the last layer"
+    return None
+
+
+def _another_use(run: Analysis, program: Program, other: Analysis) -> str | None:
+    """What the last stage takes in ``other`` that it does not have by ``program``, which is made of ``run``."""
+    same = _in_common(run, other)
+    had = {*run.direct, *run.told, *run.overwritten}
+    for name, index in (*other.direct, *other.told, *other.overwritten):
+        if index >= run.tail and name in program.elsewhere and (index >= same or (name, index) not in had):
+            return f"uses {name!r}"
+    last = program.starts[-1]
+    if not all(program.is_at_end(key, joined=False) for key, event in other.uses() if key[0] >= 0 and event >= last):
+        return "uses other values of early layers"
+    return None
+
+
+def _in_common(run: Analysis, other: Analysis) -> int:
+    """How many functions and units the runs call alike before they part."""
+    pairs = zip(run.events, other.events)
+    return next((n for n, (a, b) in enumerate(pairs) if a.func != b.func), min(len(run.events), len(other.events)))
 
 
 def _leads_to(again: Again, guesses: Guesses, outline: Outline) -> bool:

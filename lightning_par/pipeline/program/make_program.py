@@ -65,7 +65,7 @@ def make_program(
         costs=_costs(run, cut.starts),
         layouts=layouts,
         values=values,
-        wanted=_wanted(run, values, loss) if step.grad else frozenset(),
+        wanted=wanted_of(run, values, loss) if step.grad else frozenset(),
         samples=step.samples,
         guards=frozenset(index for index in run.guards if index < cut.starts[-1]),
         microbatches=microbatches,
@@ -301,7 +301,7 @@ def _is_share(run: Analysis, loss: Tensor | None) -> bool | None:
     return tag == Share.SHARE
 
 
-def _wanted(run: Analysis, values: Mapping[Key, Tensor], loss: Tensor | None) -> frozenset[Key]:
+def wanted_of(run: Analysis, values: Mapping[Key, Tensor], loss: Tensor | None) -> frozenset[Key]:
     """The values that the loss' gradient comes to, as they were made or after something was written into them."""
     reached: set[Any] = set()
     waiting = [] if loss is None or loss.grad_fn is None else [loss.grad_fn]

@@ -119,12 +119,10 @@ def _study_whole(step: Step, stages: Stages) -> Program:
     hooked = run.hooked or run.recomputes and bool(run.changes.keeping or run.regions)
     backwards = any(map(number_of_backward_hooks, step.module.modules())) or backward_hooks_on_all()
     run.guards = guards_between_units(run, AnalysisRun(step, stages).once)
-    in_order = bool(run.changes.keeping or hooked or backwards)
-    program = make_program(step, run, result, 1, {}, in_order=in_order)
+    program = make_program(step, run, result, 1, {}, in_order=bool(run.changes.keeping or hooked or backwards))
     _refuse_torn_hooks(run, program)
     if step.grad and stages.ranks > 1 and loss_in(result) is not None:
-        made = partial(make_program, step, microbatches=1, layouts={}, in_order=in_order)
-        follow_branches(run, AnalysisRun(step, stages).once, program, made)
+        follow_branches(run, AnalysisRun(step, stages).once, program)
     return replace(  # what units keep, the next ones go by
         program,
         patterns=run.guesses.patterns,

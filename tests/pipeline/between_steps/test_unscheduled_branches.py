@@ -80,7 +80,31 @@ class Detaches(Late):
     """No gradient comes to the early layers."""
 
     def branch(self, h: Tensor, loss: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(F.linear(h.detach(), self.head.weight), batch[1]) if loss.item() < 2.0 else loss
+
+
+class CallsLast(Late):
+    """Calls the last layer once more."""
+
+    def branch(self, h: Tensor, loss: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(self.head(h.detach()), batch[1]) if loss.item() < 2.0 else loss
+
+
+class Decays(Late):
+    """Uses a weight of an early layer in any case, and then goes another way, which leads to the same values."""
+
+    def branch(self, h: Tensor, loss: Tensor, batch: Any) -> Tensor:
+        loss = loss + 0.01 * self.net[0].weight.square().mean()
+        return loss * 2 if loss.item() < 2.0 else loss
+
+
+class Freezes(Late):
+    """Trains fewer weights from some loss on."""
+
+    def branch(self, h: Tensor, loss: Tensor, batch: Any) -> Tensor:
+        if loss < 2.0:
+            self.net[0].weight.requires_grad_(False)
+        return loss
 
 
 class Stored(Late):
@@ -122,7 +146,21 @@ class Weighs(Late):
 
 MODULES: dict[str, Callable[[], Net]] = {
     kind.__name__: kind
-    for kind in (Calls, UsesEarly, UsesWeights, Chooses, Scales, Skips, Detaches, Stored, HookStores, Weighs)
+    for kind in (
+        Calls,
+        CallsLast,
+        UsesEarly,
+        UsesWeights,
+        Chooses,
+        Scales,
+        Skips,
+        Detaches,
+        Decays,
+        Freezes,
+        Stored,
+        HookStores,
+        Weighs,
+    )
 }
 
 
@@ -148,14 +186,19 @@ def _told(kind: str, **layout: Any) -> list[str]:
     return [str(one.message) for one in told if "layer by layer" in str(one.message)]
 
 
-@pytest.mark.parametrize("kind", ["Scales", "Skips", "Stored", "UsesEarly"])
+@pytest.mark.parametrize("kind", ["Decays", "Scales", "Skips", "Stored", "UsesEarly"])
 def test_what_the_last_stage_can_decide_alone_has_a_schedule(kind: str, pool: Pool) -> None:
     assert pool.run(2, _told, kind) == [[], []]
 
 
 @pytest.mark.parametrize(
     ("kind", "what"),
-    [("Calls", "calls 'net.0'"), ("UsesWeights", "uses 'net.0.weight'"), ("Detaches", "takes gradients to other")],
+    [
+        ("Calls", "calls 'net.0'"),
+        ("CallsLast", "calls 'head'"),
+        ("UsesWeights", "uses 'net.0.weight'"),
+        ("Detaches", "takes gradients to other"),
+    ],
 )
 def test_what_it_can_not_is_known_before_training(kind: str, what: str, pool: Pool) -> None:
     (told,), none = pool.run(2, _told, kind)
