@@ -28,6 +28,7 @@ _OWN = {
     "split_over",
     "_strides",
     "_form",
+    "_shown_grad",
     "_name",
     "_patches",
     "_memory_asked_for",

@@ -27,6 +27,7 @@ from lightning_par.pipeline.between_steps.weight_updates import update_weights
 from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call
+from lightning_par.private.modules import parameters_of
 from lightning_par.private.transforms import without_saved_tensors_hooks
 from lightning_par.python_state.set_each import set_each
 from lightning_par.python_state.user_code import packages_of
@@ -236,7 +237,7 @@ def holding(unit: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     places: list[tuple[dict[str, Any], str]] = []
     for name in weights:
         path, _, key = name.rpartition(".")
-        places.append((unit.get_submodule(path)._parameters, key))
+        places.append((parameters_of(unit.get_submodule(path)), key))
     before = [held[key] for held, key in places]
     for (held, key), x in zip(places, weights.values(), strict=True):
         held[key] = x
