@@ -171,7 +171,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
-@slow(but=["Calls-pipeline", "Detaches-placement", "Scales-tensor", "UsesWeights-pipeline"])
+@slow(but=["Calls-pipeline", "Detaches-placement", "UsesWeights-pipeline"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_branches_by_values_are_one_devices(cell: str, pool: Pool) -> None:
     kind, layout = cell.split("-")

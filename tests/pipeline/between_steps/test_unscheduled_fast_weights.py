@@ -99,7 +99,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
-@slow(but=["Functional-pipeline", "Linears-pipeline", "Functional-tensor", "Automatic-placement"])
+@slow(but=["Functional-pipeline", "Automatic-placement"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_steps_with_weights_of_their_own_are_one_devices(cell: str, pool: Pool) -> None:
     kind, layout = cell.split("-")

@@ -146,7 +146,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
-@slow(but=["TokensByHand-residual", "TokensKept-residual"])
+@slow(but=["TokensByHand-residual"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_step_of_tokens_without_a_schedule_is_one_devices(cell: str, pool: Pool) -> None:
     kind, layout = cell.split("-")

@@ -50,7 +50,7 @@ def _train(branches: bool, loses: bool = False, free: float | None = None) -> tu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "real_gradients", real_gradients)
         if loses:  # as a pipeline that does not see a use of what crosses
-            patch.setattr(make_program, "_wanted", lambda *args: frozenset())
+            patch.setattr(make_program, "wanted_of", lambda *args: frozenset())
             patch.setattr(Crossing, "refuse_lost_gradients", lambda *args: None)
         if free is not None:
             patch.setattr(expected_gradients, "free_on", lambda device: free)
