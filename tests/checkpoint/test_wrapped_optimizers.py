@@ -41,36 +41,38 @@ class Graft:
         self.momentum = [torch.zeros_like(p)]
 
 
-class Grafts(Optimizer):
+class OneByOne(Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            self.update(p, self.state[p])
+        return loss
+
+    def update(self, p: Tensor, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Grafts(OneByOne):
     """Keeps tensors in objects, as ScalableShampoo of `pytorch_optimizer` does."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        for p in self.param_groups[0]["params"]:
-            graft = self.state[p].setdefault("graft", Graft(p))
-            graft.momentum[0].mul_(0.9).add_(p.grad)
-            p.sub_(0.1 * graft.momentum[0])
-        return loss
+    def update(self, p: Tensor, state: dict[str, Any]) -> None:
+        graft = state.setdefault("graft", Graft(p))
+        graft.momentum[0].mul_(0.9).add_(p.grad)
+        p.sub_(0.1 * graft.momentum[0])
 
 
-class Shifts(Optimizer):
+class Shifts(OneByOne):
     """Steps by what gradients were, of which a deque keeps the last ones, as AdaShift of `pytorch_optimizer` does."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        for p in self.param_groups[0]["params"]:
-            past = self.state[p].setdefault("past", deque(maxlen=2))
-            past.append(p.grad.clone())
-            p.sub_(0.1 * past[0] / (1 + past[-1].abs()))
-        return loss
+    def update(self, p: Tensor, state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        past = state.setdefault("past", deque(maxlen=2))
+        past.append(p.grad.clone())
+        p.sub_(0.1 * past[0] / (1 + past[-1].abs()))
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -33,7 +33,9 @@ def has_graph(owner: JointGradients, x: Any) -> bool:
     """Whether what is made of ``x`` now has gradients: the same on all ranks, of which some have ``x`` itself."""
     if not torch.is_grad_enabled() or not owner.is_weight(x):
         return False
-    return bool(x.requires_grad) if owner.spread_name(x) is not None else bool(vars(x).get("_links"))
+    # A copy that is a leaf of its own, as by `copy.deepcopy`, has no known way: a backward that comes to it raises.
+    is_leaf = owner.spread_name(x) is not None or x.is_leaf and vars(x).get("_way") is None
+    return is_leaf and bool(x.requires_grad) or bool(vars(x).get("_links"))
 
 
 def note_way(owner: JointGradients, func: Any, args: Any, kwargs: Any, result: Any) -> None:

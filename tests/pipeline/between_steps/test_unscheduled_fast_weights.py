@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from tests.helpers.pool import Pool
+from lightning_par import HybridParallelStrategy
+from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 from tests.helpers.surface import Net, check, loader, trained
 from tests.pipeline.between_steps.test_unscheduled import LAYOUTS, ByHand
@@ -87,8 +90,32 @@ class PartsCalled(ByHand):
         return F.cross_entropy(self.head(functional_call(self.net, noise, (x,))), y)
 
 
+class Frozen(ByHand):
+    """Copies that are leaves, of which no gradient comes."""
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        teacher, detached = deepcopy(self.net).requires_grad_(False), deepcopy(self.net)
+        h = self.net(x)
+        return F.cross_entropy(self.head(h), y) + F.mse_loss(h, 0.5 * (teacher(x) + detached(x).detach()))
+
+
+class TrainsACopy(ByHand):
+    """Whose gradients are the copy's own, beside a loss that has others."""
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        return self.loss(batch) + deepcopy(self.net)(batch[0]).square().mean()
+
+
+class TrainsALeaf(ByHand):
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        weight = torch.nn.Parameter(self.head.weight.detach().clone())
+        return self.loss(batch) + F.cross_entropy(F.linear(self.net(x), weight), y)
+
+
 MODULES: dict[str, Callable[[], Net]] = {
-    kind.__name__: kind for kind in (Functional, FirstOrder, Automatic, Linears, ByHead, PartsCalled)
+    kind.__name__: kind for kind in (Functional, FirstOrder, Automatic, Linears, ByHead, PartsCalled, Frozen)
 }
 
 
@@ -99,8 +126,25 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
-@slow(but=["Functional-pipeline", "Automatic-placement"])
+@slow(but=["Functional-pipeline", "Automatic-placement", "Frozen-pipeline"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_steps_with_weights_of_their_own_are_one_devices(cell: str, pool: Pool) -> None:
     kind, layout = cell.split("-")
     check(pool, _fit, kind, layout, world=LAYOUTS[layout][0])
+
+
+FSDP = partial(HybridParallelStrategy, pipeline_parallel_size=2, data_parallel="fsdp")
+
+
+def _refused(kind: str, layout: str) -> None:
+    strategy = FSDP if layout == "fsdp" else LAYOUTS[layout][1]
+    trained({"copy": TrainsACopy, "leaf": TrainsALeaf}[kind](), loader(12), strategy, max_epochs=1)
+
+
+@slow(but=["pipeline-copy"])
+@pytest.mark.parametrize("kind", ["copy", "leaf"])
+@pytest.mark.parametrize("layout", ["pipeline", "placement", "tensor", "fsdp"])
+def test_gradients_of_copies_that_are_leaves_are_refused(kind: str, layout: str, pool: Pool) -> None:
+    """They were none, silently."""
+    with pytest.raises(RanksFailedError, match="copy of weights that has gradients of its own"):
+        pool.run(4 if layout in ("tensor", "fsdp") else 2, _refused, kind, layout, grace=5.0)

@@ -16,6 +16,7 @@ from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.helpers.surface import Net, check, trained
+from tests.pipeline.between_steps.test_unscheduled import ByHand
 
 
 class Block(nn.Module):
@@ -59,23 +60,8 @@ class Tokens(Net):
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-class TokensByHand(Tokens):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        for _ in range(2):
-            loss = self.loss_by_hand(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
-        self.log("train", loss.detach(), on_epoch=True)
-
-    def loss_by_hand(self, batch: Any) -> Tensor:
-        return self.loss(batch)
+class TokensByHand(ByHand, Tokens):
+    """Twice a step."""
 
 
 class TokensPenalized(Tokens):
