@@ -130,21 +130,29 @@ class StoragePart(Part):
             # else `TensorPart.undo` makes the module itself whole, once a pipeline has brought all of it back
             make_held_whole([module, *callbacks], () if self.groups.tensor.size == 1 else module.parameters())
 
-    def agree(self, microbatches: int) -> None:
-        """Each microbatch gathers weights, with all peers: they must have as many. All of them must call it.
+    def agree(self, microbatches: int) -> bool:
+        """Ranks that store parts of the same weights gather them together. All of them must call it in each step of a
+        pipeline.
+
+        Args:
+            microbatches: into how many this rank's batch is cut; 0 if its step has no schedule.
+
+        Returns:
+            Whether the steps of all have one.
 
         Raises:
-            RuntimeError: they don't.
+            RuntimeError: each microbatch gathers weights, and not all have as many.
         """
         counts = [microbatches, -microbatches]  # the most and the fewest in one message
         reduced = self.peers.all_reduce_(torch.tensor(counts), "microbatches", "max")
         most, fewest = agreed(reduced, counts, self.peers)
-        if most != -fewest:
+        if fewest and most != -fewest and not self.throughout:
             raise RuntimeError(
                 f"Of the ranks that store parts of the same weights one cuts its batch into {-fewest} microbatches, "
                 f"another into {most}; with reshard_after_forward=True each microbatch gathers weights from all of "
                 "them. Give the replicas batches of equal size, or leave reshard_after_forward out."
             )
+        return bool(fewest)
 
     def line(self, module: nn.Module) -> str:
         """What the start-up table says of it."""

@@ -29,11 +29,11 @@ from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.held_modules import HeldModules
-from lightning_par.pipeline.plan.no_schedule import UnscheduledError, by_hand
+from lightning_par.pipeline.plan.no_schedule import OthersUnscheduledError, UnscheduledError, by_hand
 from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.run.engine import Engine
+from lightning_par.pipeline.run.first_verification import FirstVerification
 from lightning_par.pipeline.run.kept_leaves import KeptLeaves
-from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.sequence.part import TokensPart
@@ -71,7 +71,7 @@ class StagesPart(Part):
         self._module: nn.Module | None = None
         self._held: HeldModules | None = None
         self._outside: Outside | None = None
-        self._unverified = False
+        self._verification: FirstVerification | None = None
         self._late: LateWrites | None = None  # into weights, behind the step that has run
         self._followed: list[tuple[str, nn.Parameter]] = []  # the parameters' names, as the last step had them
         self._unscheduled: UnscheduledSteps | None = None
@@ -100,7 +100,8 @@ class StagesPart(Part):
         engine.verify = self.wanted.verify
         # Where each microbatch gathers weights, replicas with other numbers of them would wait for one another.
         gathers = self.storage is not None and not self.storage.throughout
-        self._unverified = self.wanted.verify and first.trains and not gathers
+        verifies = self.wanted.verify and first.trains and not gathers
+        self._verification = FirstVerification(self.groups, self.wanted.asker) if verifies else None
         # Autograd functions are obstacles to a backward in two parts.
         for axis in (self.groups.tensor, self.groups.tensor.residual):
             if axis is not None:
@@ -108,7 +109,7 @@ class StagesPart(Part):
         engine.inner = self.groups.stage_of_replica.size > 1
         engine.residual = self.groups.tensor.residual is not None
         engine.replays.alone = not engine.inner and self.storage is None
-        if self.storage is not None and gathers:
+        if self.storage is not None:
             engine.agree = self.storage.agree
         axis = self.groups.pipeline
         meeting = Meeting(axis, self.wanted.timeout, "pipeline")
@@ -232,8 +233,20 @@ class StagesPart(Part):
             return self._scheduled(engine, step, optimizers, scale, key, ahead)
         except NO_SCHEDULE as reason:
             self._unscheduled.tell(step, reason)
+            self._leave_schedule(step.by_hand or isinstance(reason, OthersUnscheduledError))
         self._late = None
         return self._unscheduled.train(step)
+
+    def _leave_schedule(self, known: bool) -> None:
+        """A step is about to run layer by layer; the replicas that gather the same weights do so, too.
+
+        Args:
+            known: whether they know of it.
+        """
+        if self.storage is not None:
+            self.storage.prefetch.let_go()  # what was to stay for all microbatches
+            if not known:
+                self.storage.agree(0)
 
     def _scheduled(
         self,
@@ -250,9 +263,8 @@ class StagesPart(Part):
         else:
             own = leaves(held.values())
         named = dict(zip(held, own)) | ({} if engine.leaves is None else engine.leaves.found())
-        if self._unverified:
-            self._verify(engine, step, named, key)
-            self._unverified = engine.skips  # then there was nothing to compare
+        if self._verification is not None and self._verification.is_due:
+            self._verify(self._verification, step, named, key)
 
         def begin() -> None:
             if not engine.programs.reads_gradients:
@@ -271,12 +283,16 @@ class StagesPart(Part):
         """
         engine = self._prepared(step)
         assert self._unscheduled is not None
+        known = False
         if not self._unscheduled.knows(step):
             try:
                 with held_refused(loggers_of(step.module)):
                     return engine.evaluate(step, self.spread.microbatches, key)
             except NO_SCHEDULE as reason:
-                self._unscheduled.note(step, reason)
+                known = isinstance(reason, OthersUnscheduledError)
+                if not known:
+                    self._unscheduled.note(step, reason)
+        self._leave_schedule(known)
         return self._unscheduled.evaluate(step)
 
     def _prepared(self, step: Step) -> Engine:
@@ -285,23 +301,18 @@ class StagesPart(Part):
             self.engine.tokens = self.tokens.tokens(step.batch)
         return self.engine
 
-    def _verify(self, engine: Engine, step: Step, named: Mapping[str, Tensor], key: tuple[int, ...]) -> None:
-        """See `lightning_par.pipeline.run.verification`. All ranks must call it.
-
-        Raises:
-            RuntimeError: two runs of the step on one batch differ, or its gradients are not those of one device's
-                parameters; on all ranks.
-        """
-        world = self.groups.world
-        wanted = 1 if self.spread.coupled else self.spread.microbatches
-        verdict = agreed(world.all_gather_object(verify(engine, step, wanted, named, key), "verification"))
-        verdict.refuse(self.wanted.asker)
-        if verdict.mixed is not None:
+    def _verify(
+        self, verification: FirstVerification, step: Step, named: Mapping[str, Tensor], key: tuple[int, ...]
+    ) -> None:
+        """All ranks must call it."""
+        assert self.engine is not None
+        mixed = verification(self.engine, step, 1 if self.spread.coupled else self.spread.microbatches, named, key)
+        if mixed is not None:
             self.spread.microbatches = 1
             _warn(
-                f"Cut into microbatches, the first batch gave another value of {verdict.mixed} than whole: samples "
+                f"Cut into microbatches, the first batch gave another value of {mixed} than whole: samples "
                 "need one another in a way that was not seen. Batches are left whole (microbatches=1): slower.",
-                world.rank,
+                self.groups.world.rank,
             )
 
 

@@ -23,6 +23,8 @@ from lightning_par.pipeline.between_steps.unit_backward import CALLED, UnitBackw
 from lightning_par.pipeline.between_steps.unit_inputs import UnitInputs
 from lightning_par.pipeline.between_steps.unit_runs import UnitRuns
 from lightning_par.pipeline.between_steps.unlinked import no_gradients
+from lightning_par.pipeline.between_steps.weight_graphs import has_graph
+from lightning_par.pipeline.between_steps.weight_reads import brought_to_all
 from lightning_par.pipeline.between_steps.weight_updates import update_weights
 from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
@@ -182,7 +184,7 @@ class Outside:
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
         if not torch.is_grad_enabled():
             return self.runs(path, unit, holders, given, lambda: original(*args, **kwargs))
-        weights = [x for x in unit.parameters() if all(x is not y for y in fast.values())]
+        weights = [x for name, x in unit.named_parameters() if name not in fast]
         inputs = UnitInputs(given.tensors, weights, self._joint().ends.of, self.axis.rank in holders)
 
         def run() -> Any:
@@ -197,11 +199,16 @@ class Outside:
         return self.runs(path, unit, holders, given, run, inputs, link)
 
     def _fast_weights(self, unit: nn.Module) -> dict[str, Tensor]:
-        """What user code has put in the place of weights of ``unit``, as `torch.func.functional_call` does: all ranks
-        have it, and it comes to the unit as its arguments do."""
-        is_weight = self._joint().is_weight
-        named = unit.named_parameters(remove_duplicate=False)
-        return {name: x for name, x in named if not (is_weight(x) or isinstance(x, nn.Parameter))}
+        """What user code has put in the place of weights of ``unit``, as `torch.func.functional_call` does: it comes to
+        the unit as its arguments do. All ranks have it, or are brought it where it is a copy of a weight."""
+        joint, found = self._joint(), dict[str, Tensor]()
+        for name, x in unit.named_parameters(remove_duplicate=False):
+            if not joint.is_weight(x):
+                if not isinstance(x, nn.Parameter):
+                    found[name] = x
+            elif joint.spread_name(x) is None and has_graph(joint, x):
+                found[name] = brought_to_all(joint, "functional_call", x)
+        return found
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

@@ -14,9 +14,9 @@ def no_gradients(what: str) -> str:
     return (
         f"What {what} has no gradients here: it is used in a step, or the run has ended, or it goes by tensors with a "
         "graph that a layer has from an earlier call, or in an object of another kind than lists, dicts and "
-        "dataclasses, or by a copy of weights that has gradients of its own, as one by `copy.deepcopy`. Call "
-        "`backward` in the same hook, give such tensors to the layer as arguments, and weights to train apart by "
-        "`torch.func.functional_call`, as `p.clone()`."
+        "dataclasses, or is for the `.grad` of a copy of weights, as one by `copy.deepcopy`. Call `backward` in the "
+        "same hook, give such tensors to the layer as arguments, and ask for gradients of copies by "
+        "`torch.autograd.grad`."
     )
 
 

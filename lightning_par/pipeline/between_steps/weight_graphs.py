@@ -33,9 +33,12 @@ def has_graph(owner: JointGradients, x: Any) -> bool:
     """Whether what is made of ``x`` now has gradients: the same on all ranks, of which some have ``x`` itself."""
     if not torch.is_grad_enabled() or not owner.is_weight(x):
         return False
-    # A copy that is a leaf of its own, as by `copy.deepcopy`, has no known way: a backward that comes to it raises.
-    is_leaf = owner.spread_name(x) is not None or x.is_leaf and vars(x).get("_way") is None
-    return is_leaf and bool(x.requires_grad) or bool(vars(x).get("_links"))
+    return (owner.spread_name(x) is not None or _is_leaf(x)) and bool(x.requires_grad) or bool(vars(x).get("_links"))
+
+
+def _is_leaf(x: Tensor) -> bool:
+    """Whether a copy of a weight is a leaf of its own, as by `copy.deepcopy`."""
+    return x.is_leaf and vars(x).get("_way") is None
 
 
 def note_way(owner: JointGradients, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -58,14 +61,16 @@ def linked(owner: JointGradients, x: Any, values: Tensor) -> Tensor:
 def _graph_of(owner: JointGradients, x: Any) -> Tensor | None:
     """What is in the place of ``x`` in that graph, without its values; None where its way is not known.
 
-    A copy of a weight is one tensor however often it is read, so that its gradient can be asked for.
+    A copy of a weight is one tensor however often it is read, so that `torch.autograd.grad` can be asked for its
+    gradient.
     """
     known = vars(x).get("_in_graph")
     if known is not None:
         return known  # type: ignore[no-any-return]
     graph = _new_graph_of(owner, x)
-    if vars(x).get("_way") is not None and name_of(vars(x)["_way"][0]) == "clone":
-        x._in_graph = graph
+    way = vars(x).get("_way")
+    if graph is not None and (name_of(way[0]) == "clone" if way else owner.spread_name(x) is None):
+        x._in_graph = graph  # type: ignore[attr-defined]
     return graph
 
 
@@ -75,10 +80,21 @@ def _new_graph_of(owner: JointGradients, x: Any) -> Tensor | None:
         return found
     way = vars(x).get("_way")
     if way is None:
-        return None
+        return _end_of_copy(x) if _is_leaf(x) and x.requires_grad else None
     func, args, kwargs, n = way
     base = _graph_of(owner, args[0])
     return None if base is None else tensors_in(func(base, *args[1:], **kwargs))[n]
+
+
+def _end_of_copy(x: Tensor) -> Tensor:
+    """Where the gradient of a copy that is a leaf arrives, if it is asked for: nobody would find it in ``.grad``."""
+    end = torch.empty_strided(*_lies(x), dtype=x.dtype, device=x.device).requires_grad_()
+    end.register_post_accumulate_grad_hook(_refuse_copy)
+    return end
+
+
+def _refuse_copy(_: Tensor) -> None:
+    raise RuntimeError(no_gradients(MADE_OF))
 
 
 def in_graph(owner: JointGradients, x: Any) -> Any:

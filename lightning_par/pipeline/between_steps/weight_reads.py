@@ -95,9 +95,7 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
     def whole(x: Tensor) -> Tensor:
         if not owner.is_weight(x):
             return x
-        values = sent(owner, name, x)
-        if has_graph(owner, x):
-            values = linked(owner, x, values)
+        values = brought_to_all(owner, name, x)
         brought[memory_of(values)] = x, values
         return values
 
@@ -121,6 +119,12 @@ def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
         return base if x is values else _away(owner, x, base, False)
 
     return map_tensors(away, result)
+
+
+def brought_to_all(owner: JointGradients, name: str, x: Tensor) -> Tensor:
+    """The values of ``x`` for the function ``name``, in the graph of all ranks if it has one. All must call it."""
+    values = sent(owner, name, x)
+    return linked(owner, x, values) if has_graph(owner, x) else values
 
 
 def _stays_in_place(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -23,3 +23,7 @@ def by_hand(module: object) -> str:
 
 class UnscheduledError(Exception):
     """A step is about to run for which there is no schedule; all ranks know it."""
+
+
+class OthersUnscheduledError(UnscheduledError):
+    """There is none for that of another replica, with which this one gathers weights."""

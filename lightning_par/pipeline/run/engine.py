@@ -16,6 +16,7 @@ from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.pipeline.effects.backward_state import InBackward
 from lightning_par.pipeline.effects.effects import Effects, apply
 from lightning_par.pipeline.effects.unit_python_state import InnerState
+from lightning_par.pipeline.plan.no_schedule import OthersUnscheduledError
 from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Program
@@ -54,7 +55,8 @@ class Engine:
         programs: of its steps.
         finish_gradients: sums the gradients of parameters that live on several ranks.
         trace: takes what this rank runs in a step, and when, if it is given.
-        agree: asked before a step, on all ranks, whether its number of microbatches will do.
+        agree: told before a step into how many microbatches it is cut; whether replicas with which this one gathers
+            weights have a schedule, too.
         context: of the precision, around each step.
         verify: whether the gradients of a program's first step are compared with what one device would have.
         coupled: whether a training step's microbatches are batches of their own.
@@ -67,7 +69,7 @@ class Engine:
     programs: Programs
     finish_gradients: Callable[[dict[Tensor, Tensor | None]], dict[Tensor, Tensor | None]]
     trace: list[Span] | None = None
-    agree: Callable[[int], None] | None = None
+    agree: Callable[[int], bool] | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     verify: bool = True
     coupled: bool = False
@@ -132,7 +134,7 @@ class Engine:
         """
         casts = WeightCasts(self.device.type, step.context)
         step = replace(step, context=casts.context) if casts.lowers else step
-        ready = self._prepared(step, microbatches)
+        ready = self._agreed(self._prepared(step, microbatches))
         begin()
         schedule = self.order.training([part.program for part in ready.parts])
         expected = self._expected(ready, step)
@@ -194,6 +196,17 @@ class Engine:
                 return self.programs.prepare_apart(step, microbatches)
             return self.programs.prepare(step, microbatches)
 
+    def _agreed(self, ready: Prepared) -> Prepared:
+        """The replicas with which this one gathers weights have a schedule, too.
+
+        Raises:
+            OthersUnscheduledError: one has none.
+        """
+        if self.agree is not None and not self.agree(len(ready.parts)):
+            generators.set_global_state(ready.before)
+            raise OthersUnscheduledError("the step of another replica, with its batch, has none.")
+        return ready
+
     def _expected(self, ready: Prepared, step: Step) -> frozenset[str] | None:
         """In the first step of a program, the parameters that have a gradient on one device, if that can be told."""
         if not self.verify or ready.coupled or ready.program in self._compared:
@@ -253,8 +266,12 @@ class Engine:
         return bool(known[program.last_rank])
 
     def evaluate(self, step: Step, microbatches: int, key: tuple[int, ...]) -> Any:
-        """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
-        ready = self.programs.prepare(step, microbatches)
+        """Run a step without gradients; what lies behind the last unit runs once, on the whole batch.
+
+        Raises:
+            UnscheduledError: nothing of the step has run, since there is no schedule for it.
+        """
+        ready = self._agreed(self.programs.prepare(step, microbatches))
         schedule = self.order.forwards([part.program for part in ready.parts])
         self._update(ready, step, behind=False)
         result = self._settle(step, ready, ForwardBackward(self, ready, schedule, 1.0, key).run())

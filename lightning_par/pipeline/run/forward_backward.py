@@ -121,8 +121,6 @@ class ForwardBackward:
     def _begin(self) -> tuple[Event, ...]:
         """Agree with the other ranks on what is told; returns this rank's events."""
         engine, ready, inner, hooks = self.engine, self.ready, self.inner_state, self.engine.programs.hooks
-        if engine.agree is not None:
-            engine.agree(len(ready.parts))
         recorder = engine.axis.progress.recorder
         self.messenger.timed = engine.trace is not None or (recorder is not None and recorder.waits_in_place)
         hooked = inner.agree(ready.program) or hooks.on_backwards

@@ -51,12 +51,14 @@ class CutVerdict:
         mixed: the first value that is another when the batch is cut.
         unlike: in words, which parameter has a gradient that has none on one device, or none that has one.
         drew: in words, what has drawn in backward, where draws are to be one device's.
+        compared: whether there was something to compare: a step that has a schedule, and returns a loss.
     """
 
     moved: str | None = None
     mixed: str | None = None
     unlike: str | None = None
     drew: str | None = None
+    compared: bool = True
 
     def refuse(self, asker: str) -> None:
         """
@@ -234,4 +236,5 @@ def agreed(verdicts: Sequence[CutVerdict]) -> CutVerdict:
         next((v.mixed for v in verdicts if v.mixed), None),
         next((v.unlike for v in verdicts if v.unlike), None),
         next((v.drew for v in verdicts if v.drew), None),
+        all(v.compared for v in verdicts),
     )

@@ -342,8 +342,8 @@ def _replicas(kind: str, copies: int) -> Any:
     return trained(MODULES[kind](), loader(16), strategy if copies == 4 else alone, max_epochs=2)["weights"]
 
 
-@slow(but=["Adversaries", "UsesWeights"])
-@pytest.mark.parametrize("kind", ["Adversaries", "Assigns", "ByHand", "Sharpness", "UsesWeights"])
+@slow(but=["Adversaries", "Penalized"])
+@pytest.mark.parametrize("kind", ["Adversaries", "Assigns", "ByHand", "Sharpness", "UsesWeights", "Penalized", "Now"])
 def test_with_replicas_it_is_that_of_replicas_alone(kind: str, pool: Pool) -> None:
     expected = pool.run(2, _replicas, kind, 2)[0]
     for found in pool.run(4, _replicas, kind, 4):

@@ -67,6 +67,36 @@ class Linears(ByHand):
         return F.linear(h, w[6], w[7])
 
 
+class Cloned(ByHand):
+    """Copies of weights in their place, of which some are the weights themselves, and gradients of these gradients."""
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        fast = {name: p.clone() if "weight" in name else p for name, p in self.net.named_parameters()}
+        inner = functional_call(self.net, fast, (x[::2],)).square().mean()
+        gradients = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+        faster = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), gradients)}
+        h = functional_call(self.net, faster, (x[1::2],))
+        return F.cross_entropy(self.head(h), y[1::2]) + inner
+
+
+class Leaves(ByHand):
+    """Copies that are leaves, by `detach` or `deepcopy`, whose own gradients go into the loss, as in first-order
+    learning to learn."""
+
+    def loss_by_hand(self, batch: Any) -> Tensor:
+        x, y = batch
+        fast = {name: p.detach().clone().requires_grad_() for name, p in self.net.named_parameters()}
+        for _ in range(2):
+            inner = functional_call(self.net, fast, (x,)).square().mean()
+            gradients = torch.autograd.grad(inner, list(fast.values()))
+            fast = {name: (p - 0.1 * g).detach().requires_grad_() for (name, p), g in zip(fast.items(), gradients)}
+        twin = deepcopy(self.net)
+        others = torch.autograd.grad(twin(x).square().mean(), list(twin.parameters()))
+        near = [(p - q.detach()).square().sum() for p, q in zip(self.net.parameters(), fast.values())]
+        return self.loss(batch) + sum(near) + sum((p * g).sum() for p, g in zip(self.net.parameters(), others))
+
+
 class ByHead(ByHand):
     """Of the last layer alone."""
 
@@ -115,7 +145,8 @@ class TrainsALeaf(ByHand):
 
 
 MODULES: dict[str, Callable[[], Net]] = {
-    kind.__name__: kind for kind in (Functional, FirstOrder, Automatic, Linears, ByHead, PartsCalled, Frozen)
+    kind.__name__: kind
+    for kind in (Functional, FirstOrder, Automatic, Linears, Cloned, Leaves, ByHead, PartsCalled, Frozen)
 }
 
 
@@ -126,7 +157,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
-@slow(but=["Functional-pipeline", "Automatic-placement", "Frozen-pipeline"])
+@slow(but=["Cloned-pipeline", "Automatic-placement", "Leaves-placement"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_steps_with_weights_of_their_own_are_one_devices(cell: str, pool: Pool) -> None:
     kind, layout = cell.split("-")
@@ -144,7 +175,7 @@ def _refused(kind: str, layout: str) -> None:
 @slow(but=["pipeline-copy"])
 @pytest.mark.parametrize("kind", ["copy", "leaf"])
 @pytest.mark.parametrize("layout", ["pipeline", "placement", "tensor", "fsdp"])
-def test_gradients_of_copies_that_are_leaves_are_refused(kind: str, layout: str, pool: Pool) -> None:
+def test_a_backward_into_copies_that_are_leaves_is_refused(kind: str, layout: str, pool: Pool) -> None:
     """They were none, silently."""
-    with pytest.raises(RanksFailedError, match="copy of weights that has gradients of its own"):
+    with pytest.raises(RanksFailedError, match="for the `.grad` of a copy of weights"):
         pool.run(4 if layout in ("tensor", "fsdp") else 2, _refused, kind, layout, grace=5.0)
