@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
-from lightning_par.pipeline import part
+from lightning_par.pipeline.run import first_verification
 from tests.helpers.pool import Pool
 from tests.helpers.surface import check, trained, world_size
 
@@ -49,7 +49,7 @@ class Net(LightningModule):
 
 def _fit() -> Any:
     torch.manual_seed(0)
-    with mock.patch.object(part, "verify", wraps=part.verify) as verify:
+    with mock.patch.object(first_verification, "verify", wraps=first_verification.verify) as verify:
         found = trained(Net(), DataLoader(BATCHES, batch_size=4), PipelineParallelStrategy)  # type: ignore[arg-type]
     assert verify.call_count == (3 if world_size() > 1 else 0)  # up to the first batch with a loss
     return found
