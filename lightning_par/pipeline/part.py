@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, repeat
 from operator import attrgetter, gt
@@ -264,7 +263,9 @@ class StagesPart(Part):
             own = leaves(held.values())
         named = dict(zip(held, own)) | ({} if engine.leaves is None else engine.leaves.found())
         if self._verification is not None and self._verification.is_due:
-            self._verify(self._verification, step, named, key)
+            wanted = 1 if self.spread.coupled else self.spread.microbatches
+            if self._verification.mixes(engine, step, wanted, named, key):
+                self.spread.microbatches = 1
 
         def begin() -> None:
             if not engine.programs.reads_gradients:
@@ -301,28 +302,9 @@ class StagesPart(Part):
             self.engine.tokens = self.tokens.tokens(step.batch)
         return self.engine
 
-    def _verify(
-        self, verification: FirstVerification, step: Step, named: Mapping[str, Tensor], key: tuple[int, ...]
-    ) -> None:
-        """All ranks must call it."""
-        assert self.engine is not None
-        mixed = verification(self.engine, step, 1 if self.spread.coupled else self.spread.microbatches, named, key)
-        if mixed is not None:
-            self.spread.microbatches = 1
-            _warn(
-                f"Cut into microbatches, the first batch gave another value of {mixed} than whole: samples "
-                "need one another in a way that was not seen. Batches are left whole (microbatches=1): slower.",
-                self.groups.world.rank,
-            )
-
 
 def _trained_here(named: list[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
     """Those that are trained, and that this rank holds; asked in every step."""
     weights = [p for _, p in named]
     trained, elsewhere = map(attrgetter("requires_grad"), weights), map(isinstance, weights, repeat(Elsewhere))
     return dict(compress(named, map(gt, trained, elsewhere)))
-
-
-def _warn(message: str, rank: int) -> None:
-    if rank == 0:
-        warnings.warn(message, stacklevel=2)

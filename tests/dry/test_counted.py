@@ -17,7 +17,7 @@ from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of
 from tests.planner.test_counted import CLIPPED, IMPOSSIBLE
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
-DEFAULT = ["gpt-tensor", "gpt-ring"]
+DEFAULT = ["gpt-ring"]
 
 
 @slow(but=DEFAULT)

@@ -22,7 +22,7 @@ def one_device(pool: StrictPool) -> Trained:
     return trained
 
 
-FAST = "tensor_residual-rank ulysses-communicator fsdp-rank zbv-communicator placement-rank".split()
+FAST = "tensor_residual-rank fsdp-rank zbv-communicator".split()
 
 
 @slow(but=FAST)

@@ -28,7 +28,7 @@ def _train(layout: dict[str, Any], converted: bool) -> dict[str, Any]:
     return trained(module, loader(), lambda: HybridParallelStrategy(data_parallel_size=2, **layout), **options)
 
 
-@slow(but=["pipeline-the module", "tensor-the Trainer"])
+@slow(but=["pipeline-the module"])
 @pytest.mark.parametrize("by", ["the module", "the Trainer"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_goes_over_the_replicas(pool: StrictPool, layout: str, by: str) -> None:

@@ -153,7 +153,7 @@ def _peak(part: str, layout: dict[str, Any]) -> int:
     return peaks.trained(Model(part), DataLoader([_batch()] * 8, batch_size=None), layout)[0]  # type: ignore[arg-type]
 
 
-@slow(but=["mlp-fsdp", "inside-fsdp_kept", "no_grad-fsdp_kept"])
+@slow(but=["no_grad-fsdp_kept"])
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_kept"])
 @pytest.mark.parametrize("part", ["mlp", "inside", "loss", "no_grad"])
 def test_what_lives_while_a_region_is_run_again(part: str, name: str, pool: Pool) -> None:

@@ -83,7 +83,7 @@ def _peak(kind: str, layout: dict[str, Any]) -> int:
     return peaks.trained(Model(*KINDS[kind]), _loader(), layout)[0]
 
 
-@slow(but=["cut", "given"])
+@slow(but=["given"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_sent(kind: str, pool: Pool) -> None:
     layout = PIPELINE | dict(tensor_parallel_size=2)

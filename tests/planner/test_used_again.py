@@ -74,7 +74,7 @@ class Attends(Twice):
         return super().training_step(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
-@slow(but=["Before-fsdp_tensor", "Transposed-fsdp"])
+@slow(but=["Before-fsdp_tensor"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", [Twice, Penalized, Before, Transposed, Attends])
 def test_a_plan_counts_each_use(kind: type[Twice], name: str) -> None:

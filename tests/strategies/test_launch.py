@@ -179,7 +179,7 @@ def _wait_until_gone(group: int) -> None:
         time.sleep(0.1)
 
 
-@slow("spawn", "torchrun")
+@slow("spawn", "torchrun", "fork")
 @pytest.mark.parametrize("start_method", RUNS)
 def test_every_start_method_trains_and_hands_the_weights_back(runs: Runs, start_method: str) -> None:
     code, output = runs(start_method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,7 +32,8 @@ class FirstVerification:
 
         verification = FirstVerification(groups, "PipelineParallelStrategy")
         while verification.is_due:
-            mixed = verification(engine, step, microbatches, named, key)  # on all ranks
+            if verification.mixes(engine, step, microbatches, named, key):  # on all ranks
+                microbatches = 1
     """
 
     def __init__(self, groups: Groups, asker: str) -> None:
@@ -40,13 +42,13 @@ class FirstVerification:
         self._compared = False  # here, where another replica may have had nothing to compare so far
         self.is_due = True
 
-    def __call__(
+    def mixes(
         self, engine: Engine, step: Step, microbatches: int, named: Mapping[str, Tensor], key: tuple[int, ...]
-    ) -> str | None:
+    ) -> bool:
         """Verify ``step``. All ranks must call it.
 
         Returns:
-            The first value that is another when the batch is cut, on some rank.
+            Whether a value is another when the batch is cut, on some rank.
 
         Raises:
             UnscheduledError: the step has no schedule; other replicas' may have one.
@@ -64,8 +66,14 @@ class FirstVerification:
         self._compared = not engine.skips
         return self._told(replace(verdict, compared=self._compared))
 
-    def _told(self, mine: CutVerdict) -> str | None:
+    def _told(self, mine: CutVerdict) -> bool:
         verdict = agreed(self._world.all_gather_object(mine, "verification"))
         verdict.refuse(self._asker)
         self.is_due = not verdict.compared
-        return verdict.mixed
+        if verdict.mixed is not None and self._world.rank == 0:
+            warnings.warn(
+                f"Cut into microbatches, the first batch gave another value of {verdict.mixed} than whole: samples "
+                "need one another in a way that was not seen. Batches are left whole (microbatches=1): slower.",
+                stacklevel=2,
+            )
+        return verdict.mixed is not None

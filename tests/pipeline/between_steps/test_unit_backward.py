@@ -238,7 +238,7 @@ def _world(layout: dict[str, Any]) -> int:
     return 2 * sizes if "placement" in layout or "data_parallel" in layout else sizes
 
 
-@slow(but=[f"{probe}-pipeline" for probe in [*PROBES][::2]])
+@slow(but=[f"{probe}-pipeline" for probe in [*PROBES][::4]])
 @pytest.mark.parametrize("cell", CELLS)
 def test_gradients_of_layers_between_steps_are_one_devices(cell: str, pool: Pool) -> None:
     probe, layout = cell.split("-")

@@ -325,7 +325,7 @@ def _fit(kind: str, layout: str) -> Any:
 
 @slow(
     but=[
-        *(f"{kind}-pipeline" for kind in [*MODULES][::2]),
+        *(f"{kind}-pipeline" for kind in [*MODULES][::4]),
         "Adversaries-placement",
         "Keeps-tensor",
     ]

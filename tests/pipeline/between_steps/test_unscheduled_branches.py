@@ -171,7 +171,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
-@slow(but=["Calls-pipeline", "Detaches-placement", "UsesWeights-pipeline"])
+@slow(but=["Detaches-placement", "UsesWeights-pipeline"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_branches_by_values_are_one_devices(cell: str, pool: Pool) -> None:
     kind, layout = cell.split("-")
@@ -186,11 +186,13 @@ def _told(kind: str, **layout: Any) -> list[str]:
     return [str(one.message) for one in told if "layer by layer" in str(one.message)]
 
 
+@slow("Decays", "Scales", "Stored")
 @pytest.mark.parametrize("kind", ["Decays", "Scales", "Skips", "Stored", "UsesEarly"])
 def test_what_the_last_stage_can_decide_alone_has_a_schedule(kind: str, pool: Pool) -> None:
     assert pool.run(2, _told, kind) == [[], []]
 
 
+@slow("CallsLast-*", "Detaches-*")
 @pytest.mark.parametrize(
     ("kind", "what"),
     [

@@ -210,7 +210,7 @@ PARTS: dict[str, dict[str, Any]] = {
 KINDS = [Reads, Keeps, Copies, Changes, SharesGradients, SharesData, SharesVector, ReadsMoments, WritesMoments, Mixes]
 
 
-@slow(but=["fsdp-Copies", "tensor-SharesGradients", "fsdp-SharesData", "tensor-WritesMoments", "fsdp-Mixes"])
+@slow(but=["tensor-WritesMoments", "fsdp-Mixes"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", PARTS)
 def test_what_is_read_is_one_devices(pool: Pool, parts: str, kind: type[Reads]) -> None:

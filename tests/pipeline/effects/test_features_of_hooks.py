@@ -144,7 +144,7 @@ def _trained(kind: type[Features], layout: dict[str, Any]) -> Any:
     return trained(kind(), loader(12), partial(HybridParallelStrategy, **layout), max_epochs=2)
 
 
-@slow(but=["placed-ByDevice", "placed-Listed", "cut-Spaced", "placed-OnStart"])
+@slow(but=["placed-Listed", "cut-Spaced"])
 @pytest.mark.parametrize("kind", [Features, Listed, Spaced, ByDevice, OnStart], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("layout", [PLACED, CUT], ids=["placed", "cut"])
 def test_features_of_hooks_are_one_devices(kind: type[Features], layout: dict[str, Any], pool: Pool) -> None:

@@ -160,7 +160,7 @@ TOLD = [(way, when, count) for way in SET for when in ("always", "step") for cou
 TOLD += [(way, "small loss", 1) for way in ("rate", "schedule", "dataset", "training", "iterator")]
 
 
-@slow(but=["slope-always-1", "rate-step-1", "dataset-always-2", "schedule-small loss-1"])
+@slow(but=["dataset-always-2", "schedule-small loss-1"])
 @pytest.mark.parametrize(("way", "when", "microbatches"), TOLD)
 def test_what_a_step_sets_is_one_devices(way: str, when: str, microbatches: int, pool: Pool) -> None:
     check(pool, _fit, way, when, dict(pipeline_parallel_size=2, microbatches=microbatches))

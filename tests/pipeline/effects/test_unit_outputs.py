@@ -262,7 +262,7 @@ def _compared(pool: Pool, kind: type[Hooked], microbatches: Any, all_stages: boo
     assert lines == ranks[0][2] and not any(said or text for _, said, text in ranks[1:])
 
 
-@slow("1-Sums", "1-Alike", "1-Twice", "3-Alike", "3-Twice", "1-Given")
+@slow(but=["3-Sums"])
 @pytest.mark.parametrize("kind", [Sums, Alike, Given, Twice], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_what_layers_log_is_one_devices(pool: Pool, kind: type[Hooked], microbatches: int) -> None:

@@ -59,7 +59,7 @@ def _run(how: str, layout: dict[str, Any]) -> Any:
 FSDP: dict[str, Any] = {"data_parallel": "fsdp"}
 
 
-@slow("tied and pruned")
+@slow("tied and pruned", "pruned")
 @pytest.mark.parametrize("how", ["hooks", "pruned", "tied and pruned"])
 def test_of_weights_stored_in_parts(how: str, pool: Pool) -> None:
     check(pool, _run, how, FSDP, world=4)

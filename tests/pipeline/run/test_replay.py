@@ -618,7 +618,7 @@ def test_what_a_layer_keeps_that_draws_unforeseen_it_keeps_once(pool: Pool, make
     assert any(map(any, counts))
 
 
-@slow(but=["PatchesALibrary", "SetsWithinLater"])
+@slow(but=["PatchesALibrary"])
 @pytest.mark.parametrize(
     "make",
     [
