@@ -153,7 +153,9 @@ class Gradient(torch.Tensor):
         self._meet(f"read {name!r} of the gradient of {self.of!r}")
         made: Any = None
         if self.owner.axis.tells(self.source):
-            here = self.empty() if self.here is None else self.here  # in a dry run
+            here = self.here
+            if here is None:  # in a dry run: what ranks of the source say to one another is no message of this one's
+                here = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             try:
                 made = map_tensors(lambda x: full(x).cpu(), func(here, *rest, **kwargs))  # to be pickled
             except Exception as error:  # all ranks are to raise it

@@ -29,7 +29,7 @@ from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.lost_graphs import has_no_graph
-from lightning_par.sharded.tensor import leaf
+from lightning_par.sharded.tensor import ShardedTensor, leaf
 
 _CONTAINERS = (list, tuple, dict)
 _KINDS = (Tensor, *_CONTAINERS)
@@ -59,6 +59,7 @@ class KeptLeaves:
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._registered: dict[str, Tensor] = {}
         self._elsewhere: frozenset[tuple[str]] = frozenset()
+        self._in_parts: frozenset[str] = frozenset()
         self._modules: list[tuple[str, nn.Module]] = []
         self._versions: list[int] = []
         self._held: dict[int, _Holding] = {}  # by the module's place, of those that hold any
@@ -72,7 +73,7 @@ class KeptLeaves:
         # copies of a stage's weights are others' elsewhere: all ranks have to meet for them
         kinds = frozenset((name, tuple(x.shape), x.dtype) for name, x in there.items()) | self._elsewhere
         if kinds not in self._agreed:
-            copies = {name for name, x in there.items() if isinstance(x, WeightView)}
+            copies = {name for name, x in there.items() if isinstance(x, WeightView)} | self._in_parts
             self._agreed[kinds] = self._on_all(kinds) - (copies if self._axis.dry else set())  # else others tell so
         self._step = {name: x for name, x in there.items() if name in self._agreed[kinds]}
         return self._step
@@ -119,6 +120,8 @@ class KeptLeaves:
         if parameters is not self._parameters:
             new = {name: p for name, p in parameters if not self._placed(name)}
             self._elsewhere = frozenset((name,) for name, p in new.items() if is_elsewhere(p))
+            # what is made in parts is a copy of a weight of this stage
+            self._in_parts = frozenset(name for name, p in new.items() if isinstance(p, ShardedTensor))
             self._registered = {name: leaf(p) for name, p in new.items() if not is_elsewhere(p)}
             self._parameters = parameters
         return {name: x for name, x in self._registered.items() if x.requires_grad} if self._registered else {}
