@@ -26,6 +26,7 @@ from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW, READS, VALUE_PROP
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.wrapped_tensors import run_by_wrapper
+from lightning_par.trial.applied_functions import Applied
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
@@ -46,6 +47,7 @@ class Recorder(TorchFunctionMode):
         events: the functions so far.
         drew_for_cache: whether a function under `functools.lru_cache` drew.
         ends: values that the step runs backward from itself, of a plan.
+        calls: of the user's autograd functions, of a plan.
         hollow: whether large values of the batch are fake.
         by_hand: the weights of a plan's step that runs backward itself.
     """
@@ -58,6 +60,7 @@ class Recorder(TorchFunctionMode):
         self.mode, self.guesses, self.listener = mode, guesses, listener
         self.events: list[Event] = []
         self.ends: list[End] = []
+        self.calls: list[Applied] = []
         self.drew_for_cache = False  # for a function's that later calls find filled
         self.within = 0  # how many functions are being written out, of which the listener hears as a whole
         self._shares = MaskShares()
@@ -133,6 +136,15 @@ class Recorder(TorchFunctionMode):
         """The step runs backward itself; a plan goes on without gradients."""
         trained = frozenset(id(x) for x in self.by_hand if x.requires_grad)
         self.ends.append(End(loss, len(self.events), trained))
+
+    def applied(self, function: Any, call: Any, args: tuple[Any, ...]) -> Any:
+        """The result of ``call``, by which an autograd function of the user's is applied to ``args``."""
+        first, place, graph = len(self.events), user_line(), torch.is_grad_enabled()
+        given = tree_map(self.fake, args)
+        result = call(*args)
+        made = tree_map(self.fake, result)
+        self.calls.append(Applied(function, given, made, first, len(self.events), graph, place))
+        return result
 
     def took(self, method: str, *args: Any, **kwargs: Any) -> None:
         """A call of a metric's ``method``: it is handed whole tensors."""

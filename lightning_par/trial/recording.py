@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.sharded.functions import READS, SIZED_BY_SECOND, name_of
+from lightning_par.trial.applied_functions import Applied
 from lightning_par.trial.fake_functions import OnOnes, is_fake
 from lightning_par.trial.guesses import Patterns
 
@@ -74,6 +75,7 @@ class Recording:
         patterns: of the guesses by which the step ran.
         heard: what a `lightning_par.trial.listener.Listener` made of the run, if it came to its end.
         ends: where the step runs backward itself, of a plan.
+        applied: calls of the user's autograd functions, of a plan.
         drew_for_cache: whether a function under `functools.lru_cache` drew.
         plain: of a run on sharded tensors, what the step would do on whole ones, where that was asked for and is known.
     """
@@ -88,6 +90,7 @@ class Recording:
     heard: Any = None
     drew_for_cache: bool = False
     ends: tuple[End, ...] = ()
+    applied: tuple[Applied, ...] = ()
     plain: Recording | None = None
 
     @cached_property

@@ -42,6 +42,7 @@ from lightning_par.strategies.entry_points import (
     start_hooks,
     step_arguments,
 )
+from lightning_par.trial.applied_functions import functions_heard
 from lightning_par.trial.fake_functions import is_fake
 from lightning_par.trial.function_recorder import Recorder
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
@@ -173,7 +174,8 @@ class _Run:
         tensors = tuple(recorder.fake(x) for x in tensors_of(batch))
         events = tuple(recorder.events)
         found = Recording(events, parameters, tensors, result, stopped, refused, guesses.patterns)
-        found = replace(found, ends=tuple(recorder.ends), drew_for_cache=recorder.drew_for_cache)
+        told = recorder.drew_for_cache
+        found = replace(found, ends=tuple(recorder.ends), applied=tuple(recorder.calls), drew_for_cache=told)
         if stopped is not None or (recorder.drew_for_cache and not self.planned):
             return found  # a run refuses by a trial of its own what a plan counts nevertheless
         return _heard(found, recorder, batch)
@@ -181,7 +183,8 @@ class _Run:
     def _called(self, copy: Any, batch: Any, recorder: Recorder) -> tuple[Any, str | None, str | None]:
         """What the step returns, why it ended early, and what no recording can follow, if that was the reason."""
         result, stopped, refused = None, None, None
-        with generators.kept(), quiet(), recorder, self.context():
+        functions = functions_heard(recorder) if self.planned else contextlib.nullcontext()
+        with generators.kept(), quiet(), functions, recorder, self.context():
             try:
                 function = getattr(copy, self.step)
                 given = batch if self.prepare is None else self.prepare(batch)

@@ -26,7 +26,8 @@ DEFAULT = [
 
 
 OTHERS = [
-    "gan-ring", "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
+    "mlp_custom_autograd-ring", "mlp_custom_autograd-tensor", "mlp_gradient_penalty-ring", "gan-ring",
+    "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
     "mlp_gradient_penalty-tensor", "mlp_branches-tensor", "mlp_branches-data_tensor", "mlp_writes_in_place-tensor",
     "torch_attention-fsdp", "torch_attention_5_heads-fsdp", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp",
     "mlp_statistics-1f1b", "torch_attention-1f1b", "torch_attention-pipeline_tensor",
@@ -37,7 +38,15 @@ embedding, of which the module that it is named by is not called; stages whose v
 size of the whole batch though nothing of it."""
 
 
-@slow(but=["mlp_branches-tensor", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp", "mlp_statistics-1f1b"])
+@slow(
+    but=[
+        "mlp_branches-tensor",
+        "mlp_custom_autograd-ring",
+        "hf_t5-fsdp",
+        "mlp_gradient_penalty-fsdp",
+        "mlp_statistics-1f1b",
+    ]
+)
 @pytest.mark.parametrize("row", OTHERS)
 def test_steps_of_other_kinds_send_what_was_said(row: str, pool: Pool) -> None:
     case, name = row.split("-")

@@ -51,9 +51,30 @@ def test_how_it_is_listened_to_is_no_part_of_the_step() -> None:
     assert [event.name for event in step.events] == ["linear", "mul", "linear", "sum", "returned"]
 
 
-def test_autograd_functions_of_the_module_s_own_are_named() -> None:
-    (named,) = record(OwnFunction(), torch.ones(2, 4)).own_functions
-    assert re.fullmatch(r"Doubled at .*test_notes\.py:\d+", named)
+class Layered(torch.autograd.Function):
+    """Calls a layer, whose weights it is not given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class CallsLayer(OwnFunction):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return Doubled.apply(Layered.apply(batch.requires_grad_(), self.first)).sum()  # type: ignore[no-any-return]
+
+
+def test_autograd_functions_run_as_one_but_those_that_take_more_than_they_are_given() -> None:
+    step = record(OwnFunction(), torch.ones(2, 4))
+    assert [call.name for call in step.whole_calls] == ["Doubled"] and step.own_functions == ()
+    step = record(CallsLayer(), torch.ones(2, 4))
+    assert [call.name for call in step.whole_calls] == ["Doubled"]
+    (named,) = step.own_functions
+    assert re.fullmatch(r"Layered at .*test_notes\.py:\d+", named)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from lightning_par.planner.messages.averages import averages
 from lightning_par.planner.messages.block_gathers import gatherings, in_vain
@@ -13,6 +14,7 @@ from lightning_par.planner.messages.stored_parts import StoredPart, block_messag
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.recording.profile import Parameter
 from lightning_par.planner.recording.updates import WeightMessage, messages_of
+from lightning_par.planner.recording.users_hooks import hooked
 from lightning_par.planner.recording.uses import StageUses, Use
 from lightning_par.planner.replay.replay_run import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.times.layout_work import LayoutWork
@@ -110,8 +112,15 @@ class ByRank:
                 ("sequence", one.layout.sequence, True),
                 ("tensor", one.layout.tensor, one.shard_residual),
             ):
-                found[axis] += 2 * LOSS_BYTES * (size - 1) / size * one.accumulated * shares
+                looked_at = LOSS_BYTES + self._met_by_hooks(own, axis, tensor)
+                found[axis] += 2 * looked_at * (size - 1) / size * one.accumulated * shares
         return found
+
+    def _met_by_hooks(self, own: Sequence[int], axis: str, tensor: int) -> float:
+        """Of gradients of the stages' weights what the user's hooks meet summed over ``axis``, as each is delivered."""
+        names, bytes_each = hooked(self.work.run.tree.module), self.work.run.precision.gradients
+        met = (x for x in self.work.profile.stages.held(own) if x.name in names and x.trained)
+        return sum(prod(x.part(tensor)) * bytes_each for x in met if axis == "sequence" or x.dim is None)
 
     def _pipeline(self, own: Sequence[int], tensor: int, replica: int) -> float:
         """Values to the stages behind, gradients to those before, on other ranks; and gradients of tied weights."""

@@ -14,6 +14,7 @@ from lightning_par.planner.recording.checkpointed import regions_heard
 from lightning_par.planner.recording.notes import Heard, Note, StepNotes
 from lightning_par.planner.recording.recorded import RecordedStep, casting
 from lightning_par.planner.recording.unit_runs import told_apart
+from lightning_par.planner.recording.users_hooks import hooked
 from lightning_par.planner.replay.gpu_kernels import kernels
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.trial.recording import Recording
@@ -61,7 +62,8 @@ def record(
     heard: Heard = recording.heard
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     blocks = plan_blocks(module, sizes)
-    step = RecordedStep(recording, _notes(recording, heard), heard.calls, heard.survey, (), blocks, samples, autocast)
+    notes = _notes(recording, heard)
+    step = RecordedStep(recording, notes, heard.calls, heard.survey, (), blocks, samples, autocast, hooked(module))
     begins = [i for i, home in enumerate(step.homes) if not i or home != step.homes[i - 1]]
     return replace(step, runs=told_apart(step, list(zip(begins, [*begins[1:], len(step.events)]))))
 

@@ -18,11 +18,12 @@ from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.planner.recording.checkpointed import Region, filled
 from lightning_par.planner.recording.notes import Call, Heard, Kept, Note
+from lightning_par.planner.recording.own_functions import whole_calls
 from lightning_par.planner.recording.unit_runs import UnitRun, fold, outline, told_apart
 from lightning_par.planner.recording.uses import Use, asked_of, backwards_to, reached_by_backward, uses_of, with_graph
-from lightning_par.private.graph import function_of, made_by
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
+from lightning_par.trial.applied_functions import Applied
 from lightning_par.trial.recording import Event, Recording
 
 
@@ -39,6 +40,7 @@ class RecordedStep:
         blocks: whose weights are gathered together, if stored in parts.
         samples: in the recorded batch.
         autocast: the dtype in which torch's autocast ran products; None: it ran none.
+        hooked: first names of parameters on whose gradients the user has hooks.
         folds: whether one of several runs that are alike stands for the others.
         given: how its batch is given to ranks that share out tokens, by their layout, once that was asked for.
     """
@@ -51,6 +53,7 @@ class RecordedStep:
     blocks: tuple[Block, ...]
     samples: int
     autocast: torch.dtype | None = None
+    hooked: frozenset[str] = frozenset()
     folds: bool = True
     given: dict[Any, SequencePlan] = field(default_factory=dict, init=False, compare=False)
 
@@ -107,13 +110,16 @@ class RecordedStep:
         return tuple(dict.fromkeys(event.place for event in events))
 
     @cached_property
+    def whole_calls(self) -> tuple[Applied, ...]:
+        """Calls of the user's autograd functions that run again as a run has them; of others what they call does."""
+        return whole_calls(self)
+
+    @property
     def own_functions(self) -> tuple[str, ...]:
-        """Autograd functions of the user's, each with the line that calls it."""
-        found = ((made_by(x), event.place) for event in self.events for x in event.outputs if id(x) in self.of_model)
-        named = ((function_of(type(node)), place) for node, place in found)
-        ours = ("torch.", "lightning_par.")
-        own = (f"{cls.__name__} at {place}" for cls, place in named if cls and not cls.__module__.startswith(ours))
-        return tuple(dict.fromkeys(own))
+        """The user's autograd functions that `whole_calls` has not, each with the line that calls it."""
+        whole = self.whole_calls
+        left = [f"{call.name} at {call.place}" for call in self.recording.applied if call not in whole]
+        return tuple(dict.fromkeys(left))
 
     @cached_property
     def lives(self) -> tuple[tuple[Tensor, int, int], ...]:

@@ -44,11 +44,16 @@ def told_apart(step: RecordedStep, runs: list[tuple[int, int]]) -> tuple[UnitRun
 
 def outline(event: Event) -> Any:
     """What a function takes and makes, but for the values."""
+    return told((event.args, event.kwargs, event.result))
 
-    def told(x: Any) -> Any:
+
+def told(values: Any) -> str:
+    """What ``values`` are, but for those of tensors."""
+
+    def one(x: Any) -> Any:
         return (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else str(x)
 
-    return str(tree_map(told, (event.args, event.kwargs, event.result)))
+    return str(tree_map(one, values))
 
 
 def fold(step: RecordedStep) -> tuple[Recording, dict[int, Tensor]]:

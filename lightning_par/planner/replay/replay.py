@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,7 @@ from lightning_par.planner.replay.storage import Storage
 from lightning_par.python_state import generators
 from lightning_par.sequence.plan import SequencePlan
 from lightning_par.sharded.gradient_shares import shared_over
+from lightning_par.sharded.patches import SHARDED, SHARES
 from lightning_par.sharded.run_state import RunState
 from lightning_par.tensor.plan import Dealt
 
@@ -40,6 +42,18 @@ def replay(
     Raises:
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
+    try:
+        return _replayed(step, dealt, cut, place, storage)
+    except Exception:  # of whatever kind, where the user's autograd functions run as one
+        if not step.whole_calls:
+            raise
+    plain = replace(step, recording=replace(step.recording, applied=()))  # by the functions that they call
+    return _replayed(plain, dealt, cut, place, storage)
+
+
+def _replayed(
+    step: RecordedStep, dealt: Dealt, cut: StageCut, place: Place, storage: Storage | None
+) -> tuple[StageReplay, ...]:
     lengths: set[int] = set()
     given = _given(step, dealt, place)
     while True:
@@ -75,8 +89,13 @@ def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | Non
 
 @contextlib.contextmanager
 def _running(run: ReplayRun) -> Iterator[None]:
-    state, mode = RunState.current, kernels(run.place.gpu)
-    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad(), mode:
+    state = RunState()  # a plan may be asked for within a run
+    with contextlib.ExitStack() as stack:
+        for one in (state.entered(), SHARDED.installed(), SHARES.installed(), generators.kept(), run.fake):
+            stack.enter_context(one)  # what a run changes of torch for its ranks is so here, too
+        shares = [axis for axis in run.axes if axis is not run.tensor.residual]  # its ranks are the tensor axis's
+        for one in (shared_over(shares), torch.enable_grad(), kernels(run.place.gpu)):
+            stack.enter_context(one)
         state.streams.in_step = True
         try:
             yield

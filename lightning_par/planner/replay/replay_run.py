@@ -27,7 +27,7 @@ from lightning_par.planner.replay.place import Place
 from lightning_par.planner.replay.regions import run_again
 from lightning_par.planner.replay.storage import Storage, store
 from lightning_par.planner.replay.untold import untold
-from lightning_par.planner.replay.weight_leaves import copy_weights, leaf_of
+from lightning_par.planner.replay.weight_leaves import copy_weights, leaf_of, looks, summed_up
 from lightning_par.private.fake_tensors import unset_fake_temporarily
 from lightning_par.private.graph import made_by
 from lightning_par.private.pytree import tree_leaves, tree_map
@@ -37,10 +37,12 @@ from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sequence.plan import SequencePlan, asks, asks_in_parts
 from lightning_par.sharded.aliases.frames import innermost
 from lightning_par.sharded.gradient_shares import unshared
+from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.rules.lookup import dispatch
 from lightning_par.sharded.rules.several_axes import Mix
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.plan import Dealt
+from lightning_par.trial.applied_functions import Applied
 from lightning_par.trial.fake_functions import is_fake, run_on_fakes
 from lightning_par.trial.recording import Event, returned
 
@@ -79,6 +81,7 @@ class ReplayRun:
         cut: StageCut | None = None, lengths: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.step, self.place, self.cut = step, place, cut
+        self.calls = {call.first: call for call in step.whole_calls}
         self.apart = frozenset(() if cut is None else (call.event for call in cut.updates))  # of no stage
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
@@ -127,6 +130,7 @@ class ReplayRun:
             shape = [*x.shape]
             shape[dim] = positions.count(self.tensor.rank)
             part = leaf_of(torch.empty(shape, dtype=x.dtype, device=x.device), x.requires_grad)
+            note_part(part, self.tensor)
             sharded = ShardedTensor(part, dim, positions, self.tensor)
             mark_parameter(sharded)
             return sharded
@@ -150,6 +154,9 @@ class ReplayRun:
             leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else innermost(self.values[id(x)])
             # what backward makes of it is added to what is there
             leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
+            summed_up(leaf)
+            if names[0] in self.step.hooked:
+                leaf.register_hook(looks)
         taken = self._taken(number)
         here = [innermost(self.values.get(id(x), x)) for x in taken]
         arrived = [inner for x, inner in zip(taken, here)
@@ -207,18 +214,53 @@ class ReplayRun:
 
     def run_plainly(self, made: set[int], first: int, end: int) -> None:
         """The events from ``first`` to ``end``, one after the other; what they make is noted in ``made``."""
-        for number in range(first, end):
-            if self.gathers is not None:
-                with torch.set_grad_enabled(self.step.events[number].graph):
-                    self.values |= self.gathers.before(number)
-            self._run_event(made, number)
-            for key in () if self.gathers is None else self.gathers.after(number):
-                self.values.pop(key, None)
+        number = first
+        while number < end:
+            call = self._call(number, end)
+            numbers = range(number, number + 1 if call is None else call.end)
+            with torch.set_grad_enabled(self.step.events[number].graph if call is None else call.graph):
+                for inside in numbers if self.gathers is not None else ():
+                    self.values |= self.gathers.before(inside)  # type: ignore[union-attr]
+            if call is None:
+                self._run_event(made, number)
+            else:
+                self._apply(made, call)
+            for inside in numbers if self.gathers is not None else ():
+                for key in self.gathers.after(inside):  # type: ignore[union-attr]
+                    self.values.pop(key, None)
+            number = numbers.stop
+
+    def _call(self, number: int, end: int) -> Applied | None:
+        """What runs as one from the event ``number`` on, before ``end``: it takes something of the model."""
+        call = self.calls.get(number)
+        if call is None or call.end > end or all(id(x) not in self.values for x in tree_leaves(call.args)):
+            return None
+        return call
+
+    def _apply(self, made: set[int], call: Applied) -> None:
+        """A call of an autograd function of the user's, as a run has it."""
+        grads = call.graph and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call.result))
+        with torch.set_grad_enabled(grads):
+            result = call.function.apply(*tree_map(self._value, call.args))
+        self._note_made(made, tree_leaves(call.result), result)
+        del result
+        for number in range(call.first, call.end):
+            self._let_go(number)
+
+    def _note_made(self, made: set[int], olds: Sequence[Any], result: Any) -> None:
+        new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for old, value in zip((x for x in olds if isinstance(x, Tensor)), new, strict=False):
+            self.values[id(old)] = value
+            made.add(id(old))
 
     def _run_event(self, made: set[int], number: int) -> None:
         event = self.step.events[number]
         # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
-        if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
+        if event.func is returned or all(id(x) not in self.values for x in event.inputs):
+            return
+        if event.name == "register_hook" and (x := self._value(event.args[0])).requires_grad:
+            x.register_hook(looks)
+        if not event.outputs:
             return
         if number in self.apart:
             return
@@ -235,11 +277,8 @@ class ReplayRun:
                 if self.is_second:
                     raise  # as what ends the second run of a region
                 raise untold(event, error) from error
-        new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        for old, value in zip(event.outputs, new, strict=False):
-            self.values[id(old)] = value
-            made.add(id(old))
-        del args, kwargs, result, new, asked
+        self._note_made(made, event.outputs, result)
+        del args, kwargs, result, asked
         self._let_go(number)
 
     def _let_go(self, number: int) -> None:
@@ -286,7 +325,8 @@ class ReplayRun:
         self, roots: list[Tensor], grads: list[Tensor], inputs: list[Tensor], after: dict[int, Any], counted: Any
     ) -> dict[int, int]:
         """Bytes that gradients of ``inputs`` hold, by these' ids; see `Taken`."""
-        with unshared():  # gradients are summed up where steps are, not here
+        # a pipeline's engine begins with shares itself
+        with unshared() if self.cut is not None and self.cut.count > 1 else nullcontext():
             split = SplitBackward() if self.place.split else None
             with counted("B" if split is None else "I"):
                 found = with_zeros((backward if split is None else split.inputs)(roots, grads, inputs), inputs)

@@ -18,6 +18,16 @@ def leaf_of(x: Tensor, trained: bool, parameter: bool = True) -> Tensor:
     return x
 
 
+def looks(grad: Tensor) -> None:
+    """In the place of a user's hook on a gradient, which meets a whole one: what it does with that is its own."""
+
+
+def summed_up(leaf: Tensor) -> None:
+    """Let a backward know ``leaf`` as one whose gradient is summed over ranks once steps are: it does nothing to it."""
+    if leaf.requires_grad:
+        leaf.register_post_accumulate_grad_hook(lambda x: None)
+
+
 def copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
     """Let autocast copy what it will find again as long as the outermost of its contexts is open."""
     with torch.no_grad(), casting(dtype):

@@ -1,0 +1,132 @@
+"""Whole gradients that hooks and autograd functions of the user's meet, along axes whose ranks have shares of them:
+what a plan counts of it, against dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_par import dry_run
+from lightning_par.planner.machine.machines import read_machine
+from lightning_par.planner.planner import Planner
+from lightning_par.planner.report import layout_dict
+from tests.helpers.slow import slow
+from tests.planner.counted import APART, AXES, LAYOUTS, ranks_of
+
+BATCH = torch.arange(64).view(4, 16) % 48
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(48, 32), nn.Linear(32, 48)
+        self.qkv, self.up, self.down = nn.Linear(32, 96), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch)
+        q, k, v = self.qkv(x).view(*batch.shape, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.between(x + attended.transpose(1, 2).reshape(x.shape))
+        x = self.head(x + self.down(self.up(x).relu()))
+        return nn.functional.cross_entropy(x.flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def halved(grad: Tensor) -> Tensor:
+    return grad / 2
+
+
+class OnWeight(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.register_hook(halved)
+        self.down.weight.register_hook(halved)
+
+
+class OnWeightInStep(Model):
+    def between(self, x: Tensor) -> Tensor:
+        self.up.weight.register_hook(halved)
+        return x
+
+
+class OnActivation(Model):
+    def between(self, x: Tensor) -> Tensor:
+        x.register_hook(halved)
+        return x
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * 64).round() / 64
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1)
+
+
+class Function(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x)  # type: ignore[no-any-return]
+
+
+class Reads(Rounded):
+    """Its backward goes by values."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2 if grad.sum().item() > 0 else grad
+
+
+class ReadingFunction(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return Reads.apply(x)  # type: ignore[no-any-return]
+
+
+def _planner(make: Callable[[], Model]) -> Planner:
+    return Planner(make, BATCH, replace(read_machine("8xH100")[0], gpu=False))
+
+
+KINDS = (OnWeight, OnWeightInStep, OnActivation, Function)
+REFUSED = {(OnWeightInStep, "pipeline_ring"), (OnActivation, "pipeline_ring")}
+MISSED = {(Function, "shard_residual")}
+"""Counted as what it calls: on tokens that a tensor axis shares out, its backward meets a sharded tensor in a plan."""
+ROWS = [(kind, name) for kind in KINDS for name in ("ring", "tensor", "shard_residual", "pipeline_ring", "tensor_ring")
+        if (kind, name) not in REFUSED | MISSED]  # fmt: skip
+
+
+@slow(but=["OnWeight-shard_residual", "OnWeight-pipeline_ring", "OnActivation-ring", "Function-ring"])
+@pytest.mark.parametrize(("kind", "name"), ROWS, ids=[f"{kind.__name__}-{name}" for kind, name in ROWS])
+def test_what_meets_whole_gradients_is_counted(kind: type[Model], name: str) -> None:
+    layout = LAYOUTS[name]
+    said = layout_dict(_planner(kind).evaluate(layout, ranks_of(layout)))["ranks"]
+    for rank in range(ranks_of(layout)):
+        sent = dict.fromkeys(said[rank]["sent"], 0.0)
+        for (axis, why), size in dry_run(kind, BATCH, layout, devices=ranks_of(layout), rank=rank).sent.items():
+            if axis in AXES and why not in APART:
+                sent[AXES[axis]] += size
+        assert said[rank]["sent"] == sent
+
+
+def test_a_function_that_goes_by_values_is_named_and_counted_as_what_it_calls() -> None:
+    found = _planner(ReadingFunction)
+    assert layout_dict(found.evaluate(LAYOUTS["ring"], 2))["ranks"][0]["sent"]["sequence"]
+    assert any("what is gathered for Reads at" in note for note in found.notes)
+    assert not any("Rounded" in note for note in _planner(Function).notes)
+
+
+def test_a_function_that_can_not_run_as_one_is_counted_as_what_it_calls() -> None:
+    assert layout_dict(_planner(Function).evaluate(LAYOUTS["shard_residual"], 2))["ranks"][0]["sent"]["tensor"]
