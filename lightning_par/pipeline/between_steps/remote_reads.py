@@ -83,7 +83,7 @@ class JointGradients:
         self.is_itself, self.show, self.recast = spread.is_itself, spread.show, spread.recast
         self.parameters = spread.parameters
         self.sources = {name: placement.first(name) for name in spread.names}  # who sends them
-        self._shown: dict[str, weakref.ref[Gradient]] = {}  # what user code has read as gradients, by name
+        self._shown: dict[str, weakref.ref[Gradient]] = {}  # what user code has read or set as gradients, by name
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self.alone, self.buffers_alone = GradientsAlone(self.parameters), BuffersAlone(spread.buffer_name)
         self.ends = WeightEnds(self)
@@ -262,6 +262,8 @@ class JointGradients:
         else:
             refuse_misfit(parameter, value)
         self.replicas.set_gradient(name, value, lies)
+        if isinstance(value, Gradient):  # `p.grad = g; p.grad is g`
+            self._shown[name] = weakref.ref(value)
 
     def held(self, name: str) -> Tensor | None:
         """The gradient of the parameter ``name``, where it is."""

@@ -26,6 +26,9 @@ class Reads(Net):
         for p in self.parameters():
             grad = p.grad
             assert grad is not None and grad is p.grad
+            p.grad = None
+            p.grad = grad
+            assert p.grad is grad
             self.seen += [p.grad.abs().max(), p.grad.view(-1)[:3].clone(), p.grad.cpu().flatten().sort().values]
             p.grad[0] = p.grad[-1] * 2
             p.grad.view(-1).mul_(0.5)
