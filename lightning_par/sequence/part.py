@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +41,9 @@ from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.strategies.part import Part
 from lightning_par.tensor.kept_tensors import make_held_whole
 from lightning_par.tensor.residual_stream import whole_residual
+from lightning_par.trial.batch_tensors import names_of, tensors_of
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.recording import Recording
-from lightning_par.trial.trial_run import tensors_of
 
 _apply = functools.partial(apply_to_collection, allow_frozen=True)
 
@@ -148,13 +148,14 @@ class TokensPart(Part):
 
     def _planned(self, first: FirstStep) -> SequencePlan:
         ranks, batch = self.axis.size, first.batch
-        names = names_of(batch)
         if batch is None:
             return SequencePlan(ranks, (), (), (), stopped="there was no batch to look at")
-        supposed = first_plan(tensors_of(batch), names, ranks, self.wish)
+        supposed = first_plan(tensors_of(batch), names_of(batch), ranks, self.wish)
         tried, split = self._tried(first, supposed)
         recording = first.recording
-        plan = make_plan(recording, names, ranks, self.wish, self.asked, self.axis is not self.groups.sequence)
+        plan = make_plan(
+            recording, recording.names, ranks, self.wish, self.asked, self.axis is not self.groups.sequence
+        )
         if (plan.dims, plan.zigzag) == (supposed.dims, supposed.zigzag):
             plan = replace(plan, gathers=tried.gathers, stopped=plan.stopped or tried.stopped)
         else:
@@ -179,25 +180,3 @@ class TokensPart(Part):
         split = first.recorded_split(lambda fake: mark(fake, plan.dim_of, axis, _apply))
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
         return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped), split
-
-
-def names_of(batch: Any) -> list[str]:
-    """A name for each tensor of ``batch``, in the order in which it is traversed: its key, its place, or nothing."""
-    names: dict[int, str] = {}
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            names[id(value)] = name
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                walk(item, f"{name}.{key}" if name else str(key))
-        elif isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                walk(item, f"{name}[{number}]")
-        elif hasattr(value, "__dataclass_fields__") and not value.__dataclass_params__.frozen:  # that stays as it is
-            for key in value.__dataclass_fields__:
-                walk(getattr(value, key), f"{name}.{key}" if name else key)
-
-    walk(batch, "")
-    # what is not walked through is of a class that is registered with torch as a node, as a TensorDict is
-    return [names.get(id(x), f"[{number}]") for number, x in enumerate(tensors_of(batch))]

@@ -68,7 +68,8 @@ class Recording:
     Attributes:
         events: the torch functions, in order.
         parameters: every parameter's fake, under all its names: a tied one has several.
-        batch: the tensors of the batch.
+        batch: the tensors of the batch as the step found it.
+        names: of each of them, see `lightning_par.trial.batch_tensors`.
         result: what the step returned.
         stopped: why the recording ended early, or None.
         refused: what the user is told where a sharded tensor went out of sight, or None.
@@ -92,6 +93,7 @@ class Recording:
     ends: tuple[End, ...] = ()
     applied: tuple[Applied, ...] = ()
     plain: Recording | None = None
+    names: tuple[str, ...] = ()
 
     @cached_property
     def met(self) -> int:

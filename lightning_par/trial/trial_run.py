@@ -18,14 +18,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, fake_of
 from lightning_par.private.compiler import uncompiled
 from lightning_par.private.fake_tensors import FakeTensorMode, log
 from lightning_par.private.modes import no_modes
-from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
 from lightning_par.python_state.drawing_caches import tried
@@ -43,6 +41,7 @@ from lightning_par.strategies.entry_points import (
     step_arguments,
 )
 from lightning_par.trial.applied_functions import functions_heard
+from lightning_par.trial.batch_tensors import names_of, tensors_of
 from lightning_par.trial.fake_functions import is_fake
 from lightning_par.trial.function_recorder import Recorder
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
@@ -170,15 +169,16 @@ class _Run:
                 call_start_hooks(copy, self.step, batch)
         if listener is not None:
             listener.begin(copy)
+        given, names = tensors_of(batch), (*names_of(batch),)  # before the step puts others there: `batch["mask"] = m`
         result, stopped, refused = self._called(copy, batch, recorder)
-        tensors = tuple(recorder.fake(x) for x in tensors_of(batch))
+        tensors = tuple(recorder.fake(x) for x in given)
         events = tuple(recorder.events)
         found = Recording(events, parameters, tensors, result, stopped, refused, guesses.patterns)
-        told = recorder.drew_for_cache
-        found = replace(found, ends=tuple(recorder.ends), applied=tuple(recorder.calls), drew_for_cache=told)
+        applied, told = tuple(recorder.calls), recorder.drew_for_cache
+        found = replace(found, names=names, ends=tuple(recorder.ends), applied=applied, drew_for_cache=told)
         if stopped is not None or (recorder.drew_for_cache and not self.planned):
             return found  # a run refuses by a trial of its own what a plan counts nevertheless
-        return _heard(found, recorder, batch)
+        return _heard(found, recorder, given)
 
     def _called(self, copy: Any, batch: Any, recorder: Recorder) -> tuple[Any, str | None, str | None]:
         """What the step returns, why it ended early, and what no recording can follow, if that was the reason."""
@@ -209,15 +209,16 @@ def _by_names(module: nn.Module, fakes: dict[int, Tensor]) -> dict[tuple[str, ..
     return {tuple(found): by_id[key] for key, found in names.items()}
 
 
-def _heard(found: Recording, recorder: Recorder, batch: Any) -> Recording:
-    """What was ``found``, with what a listener heard of the whole step, and a twin's own recording of that."""
+def _heard(found: Recording, recorder: Recorder, given: list[Tensor]) -> Recording:
+    """What was ``found``, with what a listener heard of the whole step on the tensors ``given``, and a twin's own
+    recording of that."""
     whole = recorder.plain if isinstance(recorder, TwinRecorder) else recorder
     if whole is None:
         return found
     heard = None if whole.listener is None else whole.listener.end()
     if whole is recorder:
         return replace(found, heard=heard)
-    tensors = tuple(whole.fake(x) for x in tensors_of(batch))
+    tensors = tuple(whole.fake(x) for x in given)
     plain = replace(found, events=tuple(whole.events), batch=tensors, result=None, heard=heard)
     return replace(found, plain=plain)
 
@@ -250,15 +251,6 @@ def fake_stands(
 def _fake(x: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
     """Not by the mode's own way, which keeps a weak reference: a parameter that has one can't be exchanged."""
     return fake_of(x, mode, device if x.is_meta else None) if x.layout is torch.strided else mode.from_tensor(x)
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch of any structure, in the order in which a recording has them."""
-    found = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    if not found:
-        # it makes a batch of what it is given back, which a dataclass may check
-        apply_to_collection(batch, Tensor, lambda x: found.append(x) or x, allow_frozen=True)  # type: ignore[func-returns-value]
-    return found
 
 
 @contextlib.contextmanager

@@ -231,6 +231,27 @@ class OfUserDict(Net):
         return batch["ids"]
 
 
+class Adds(Net):
+    """The step puts tensors of its own into its batch."""
+
+    def ids(self, batch: Any) -> Tensor:
+        batch["mask"] = batch["ids"] > 2
+        batch["ids"] = batch["ids"] * batch["mask"]
+        batch["last"] = batch["ids"][:, -1]
+        return batch["ids"]
+
+
+class HookAdds(Net):
+    """So does a hook before it, ahead of what was there."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        ids = batch.pop("ids")
+        batch.update(mask=ids > 2, ids=ids)
+
+    def ids(self, batch: Any) -> Tensor:
+        return batch["ids"] * batch["mask"]
+
+
 class OfStrings(Net):
     def ids(self, batch: Any) -> Tensor:
         ids, names = batch
@@ -264,6 +285,7 @@ BATCHES: dict[str, Callable[[Tensor], Any]] = {
     "pair": lambda ids: Pair(ids, (ids > 2).long()),
     "nested": lambda ids: {"text": {"ids": ids, "names": ["a"] * len(ids)}, "masks": [ids > 5, ids > 2]},
     "encoding": encoding,
+    "dict": lambda ids: {"ids": ids},
     "userdict": lambda ids: UserDict(ids=ids),
     "strings": lambda ids: [ids, ["a"] * len(ids)],
 }
@@ -413,6 +435,8 @@ ALLOWED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any]]] = {
     "an encoding": (OfEncoding, dict(batches="encoding")),
     "a user's dict": (OfUserDict, dict(batches="userdict")),
     "strings": (OfStrings, dict(batches="strings")),
+    "a batch that the step adds to": (Adds, dict(batches="dict")),
+    "a batch that a hook adds to": (HookAdds, dict(batches="dict")),
 }
 
 
@@ -484,6 +508,8 @@ FIELDS = {
     "an encoding": ["input_ids", "attention_mask"],
     "a user's dict": ["ids"],
     "strings": ["batch[0]"],
+    "a batch that the step adds to": ["ids"],
+    "a batch that a hook adds to": ["mask", "ids"],
 }
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from lightning_par.sequence.part import names_of
-from lightning_par.trial.trial_run import tensors_of
+from lightning_par.trial.batch_tensors import names_of, tensors_of
 
 
 @dataclass

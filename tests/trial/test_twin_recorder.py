@@ -12,14 +12,15 @@ from torch.utils.data import default_collate
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sequence.batch_tensor import mark
-from lightning_par.sequence.part import PlanningAxis, _apply, names_of
+from lightning_par.sequence.part import PlanningAxis, _apply
 from lightning_par.sequence.plan import first_plan
 from lightning_par.sequence.plan import make_plan as plan_tokens
 from lightning_par.sharded.patches import SHARDED, SHARES
 from lightning_par.tensor.plan import make_plan as plan_weights
 from lightning_par.tensor.plan import styles_for
+from lightning_par.trial.batch_tensors import names_of, tensors_of
 from lightning_par.trial.recording import Recording
-from lightning_par.trial.trial_run import record_step, tensors_of
+from lightning_par.trial.trial_run import record_step
 from tests.helpers.models import MODELS
 from tests.helpers.slow import slow
 

@@ -1,0 +1,42 @@
+"""The tensors of a batch, and what the user finds each of them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_par.private.pytree import tree_leaves
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch of any structure, in the order in which a recording has them."""
+    found = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    if not found:
+        # it makes a batch of what it is given back, which a dataclass may check
+        apply_to_collection(batch, Tensor, lambda x: found.append(x) or x, allow_frozen=True)  # type: ignore[func-returns-value]
+    return found
+
+
+def names_of(batch: Any) -> list[str]:
+    """A name for each tensor of ``batch``, in the order in which it is traversed: its key, its place, or nothing."""
+    names: dict[int, str] = {}
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            names[id(value)] = name
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, f"{name}.{key}" if name else str(key))
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                walk(item, f"{name}[{number}]")
+        elif hasattr(value, "__dataclass_fields__") and not value.__dataclass_params__.frozen:  # that stays as it is
+            for key in value.__dataclass_fields__:
+                walk(getattr(value, key), f"{name}.{key}" if name else key)
+
+    walk(batch, "")
+    # what is not walked through is of a class that is registered with torch as a node, as a TensorDict is
+    return [names.get(id(x), f"[{number}]") for number, x in enumerate(tensors_of(batch))]
