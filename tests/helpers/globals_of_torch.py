@@ -17,6 +17,8 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 PACKAGES = frozenset(
     """
     torch lightning pytorch_lightning lightning_fabric torchmetrics builtins copy copyreg pickle random logging numpy
@@ -62,10 +64,13 @@ def _add(found: dict[Key, Any], module: str, kind: str, held: Any) -> None:
 
 
 def _codes() -> dict[str, Any]:
-    """What the functions of `torch.distributed` and `torch.autograd` do, by their names."""
+    """What the functions of `torch.distributed` and `torch.autograd` do, and `torch.autograd.Function`'s methods, by
+    their names."""
     names = ("distributed", "distributed._functional_collectives", "autograd")
     modules = [sys.modules.get(f"torch.{name}") for name in names]
-    return {
+    methods = vars(torch.autograd.Function).items()
+    of_functions = {name: x.__func__.__code__ for name, x in methods if isinstance(x, (classmethod, staticmethod))}
+    return {"codes of torch.autograd.Function": of_functions} | {
         f"codes of {module.__name__}": {
             name: x.__code__ for name, x in vars(module).items() if isinstance(x, FunctionType)
         }

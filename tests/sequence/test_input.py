@@ -124,6 +124,14 @@ class Function(nn.Module):
         return 0.1 * Running.apply(x)  # type: ignore[no-any-return]
 
 
+running_mean = Running.apply  # as torch's own examples have it
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return running_mean(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class ToScript(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.cumsum(1) / 7.0
@@ -412,6 +420,7 @@ GATHERED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "vmap": (Mapped, "`vmap` has no local rule and gathers"),
     "custom operator": (Custom, "`running.default` has no local rule and gathers"),
     "autograd function": (Function, "`Running` has no local rule and gathers"),
+    "autograd function of another name": (Named, "`Running` has no local rule and gathers"),
     "scripted module": (scripted, "`forward` has no local rule and gathers"),
     "reentrant checkpointing": (Reentrant, "`CheckpointFunction` has no local rule and gathers"),
 }

@@ -6,6 +6,7 @@ It is handed whole tensors, but where it runs sample by sample. Nothing changes 
 from __future__ import annotations
 
 import functools
+import inspect
 from itertools import repeat
 from typing import Any
 
@@ -22,8 +23,9 @@ from lightning_par.python_state.tensor_writes import version_of
 from lightning_par.sharded import aliases, backward_reach, gradient_shares
 from lightning_par.sharded.lent_weights import LentWeights
 from lightning_par.sharded.patches.checkpointing import replaying
+from lightning_par.sharded.patches.function_code import FunctionCode
 from lightning_par.sharded.patches.module_hooks import on_parts
-from lightning_par.sharded.patches.replacement import Replacement, Use
+from lightning_par.sharded.patches.replacement import Use
 from lightning_par.sharded.rules.alias import kept
 from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.rules.gathered import GatheredCall
@@ -41,14 +43,12 @@ _LOOKED_INTO = (ShardedTensor, tuple, list, dict)
 _ours: Memo[type, bool] = Memo(lambda cls: cls.__module__.startswith("lightning_par."))
 
 
-def patch() -> Replacement:
-    """Of `torch.autograd.Function.apply`."""
-    return Replacement(torch.autograd.Function, "apply", _on_sharded)
+def patch() -> FunctionCode:
+    """Of `torch.autograd.Function.apply`, which code has by names of its own, too: ``twice = Twice.apply``."""
+    return FunctionCode(inspect.getattr_static(torch.autograd.Function, "apply").__func__, _on_sharded)
 
 
-def _on_sharded(plain: Any, use: Use) -> Any:
-    bare_apply = plain.__func__
-
+def _on_sharded(bare_apply: Any, use: Use) -> Any:
     def plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = bare_apply(cls, *args, **kwargs)
         views = [x for x in (result if isinstance(result, tuple) else (result,)) if _loses_gradient(x)]
@@ -71,7 +71,7 @@ def _on_sharded(plain: Any, use: Use) -> Any:
             return kept(lambda _, *given: _applied(plain_apply, cls, *given), cls.apply, args, kwargs)
         return _applied(plain_apply, cls, args, kwargs)
 
-    return classmethod(apply)
+    return apply
 
 
 def _loses_gradient(x: Any) -> bool:

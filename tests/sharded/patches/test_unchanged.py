@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": dict(data_parallel_size=2, data_parallel="fsdp"),
     "data": dict(data_parallel_size=2),
 }
-APPLY = "torch.autograd.function.Function.apply"
+APPLY = "tables.codes of torch.autograd.Function.apply"
 BACKWARD = "tables.codes of torch.autograd.backward"  # whose name may have been imported
 KEPT: list[Tensor] = []
 
