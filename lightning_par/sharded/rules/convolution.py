@@ -16,6 +16,7 @@ from lightning_par.mesh.collectives import _plain
 from lightning_par.mesh.positions import Array, Positions
 from lightning_par.sequence.halo import fetch
 from lightning_par.sharded.rules.lookup import aligned, enter, rule, view
+from lightning_par.sharded.rules.memory_format import laid_out, memory_format_of
 from lightning_par.sharded.rules.per_sample import by_rows
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -132,10 +133,11 @@ def convolution(
     channels = x.ndim - spatial - 1  # of [B, C, ...] or [C, ...]
     split = isinstance(weight, ShardedTensor) or isinstance(x, ShardedTensor) and x._dim == channels
     if split and groups == 1 and _is_product(weight, stride, padding):
+        lies = memory_format_of(x, weight)
         for _ in range(spatial):
             weight = weight.squeeze(-1)  # [out, in, 1, ...] -> [out, in]
-        # [B, C, ...] -> [B, ..., C], and back
-        return F.linear(x.movedim(channels, -1), weight, bias).movedim(-1, channels)
+        # [B, C, ...] -> [B, ..., C], and back, to lie in memory as torch's result does: views and draws go by that
+        return laid_out(F.linear(x.movedim(channels, -1), weight, bias).movedim(-1, channels), lies)
     if split and groups > 1:
         return _by_channel(func, x, weight, bias, (stride, padding, dilation), groups)
     out = by_rows(func, {"input": spatial + 1}, (x, weight, bias, stride, padding, dilation, groups), {})
