@@ -87,6 +87,12 @@ def _refuse(owner: JointGradients, wanted: list[Any], names: list[str | None], c
                 "of the pipeline, can't be had between steps. Leave tensors whole, by a layout without a tensor axis "
                 "and fsdp, or leave it out."
             )
+        if name is not None and owner.in_parts.get(name) == "data":  # where a backward averages it on its way
+            raise NotImplementedError(
+                f"{user_line()}: `torch.autograd.grad` for {name!r}, which replicas store in parts on a stage of the "
+                "pipeline, would give the average over replicas, and not this one's gradient, as it does elsewhere. "
+                "Call `backward` and read `p.grad`, or leave out data_parallel='fsdp'."
+            )
 
 
 def _there(owner: JointGradients, names: list[str | None], found: tuple[Tensor | None, ...]) -> list[bool]:

@@ -215,6 +215,8 @@ PROBES = {
 REFUSED = (
     "of_gradients-tensor",
     "of_gradients-fsdp",
+    "of_weights-fsdp",
+    "of_values-fsdp",
     "of_weights_hooks-tensor",
     "of_weights_hooks-fsdp",
     "of_hooks-tensor",
@@ -320,12 +322,12 @@ def of_parts(model: Probed) -> dict[str, Any]:
     for name, call in {
         "hook": lambda: model.probed().backward(),
         "again": lambda: grad(model.probed(), weight, create_graph=True),
+        "one": lambda: handle.remove() or grad(model.probed(), weight),
     }.items():
         try:
             call()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-    handle.remove()
     return found
 
 
@@ -355,3 +357,7 @@ def test_gradients_of_weights_in_parts_that_can_not_be_had_are_refused(layout: d
     for seen in pool.run(4, refused, of_parts, layout):
         assert "A hook is on a weight of 'net.0', which is kept in parts" in seen["hook"]
         assert "`create_graph=True` for the gradient of 'net.0.linear.weight'" in seen["again"]
+        if "data_parallel" in layout:
+            assert "'net.0.linear.weight', which replicas store in parts" in seen["one"]
+        else:
+            assert "one" not in seen
