@@ -164,6 +164,33 @@ def test_what_is_alike_is_written(pool: Pool, way: str, where: str) -> None:
         assert said == "3", said
 
 
+class Scaled(Quantized):
+    """One call scales the codes and a tensor that is each replica's own, as an unscaling does with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__("", "none", False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_([self.codes.weight, self.seen.mean(0)], 0.9)
+
+
+def _scale() -> tuple[int, Tensor]:
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=HybridParallelStrategy(data_parallel_size=2, data_parallel="fsdp"),
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Scaled()
+    trainer.fit(module, DataLoader(torch.randn(12, C), batch_size=2))
+    return trainer.global_step, module.codes.weight.detach()
+
+
+def test_what_is_written_beside_a_weight_may_be_a_replicas_own(pool: Pool) -> None:
+    for steps, weight in pool.run(2, _scale):
+        assert steps == 3
+        torch.testing.assert_close(weight, 0.9**3 * torch.eye(C))
+
+
 def test_a_sparse_tensor_has_a_hash_and_lines_are_not_compared() -> None:
     told = []
     for line, value in [("/a/x.py:1", 1.0), ("/b/x.py:1", 1.0), ("/b/x.py:1", 2.0)]:

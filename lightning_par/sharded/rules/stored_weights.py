@@ -15,6 +15,7 @@ from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases.frames import axes_of
 from lightning_par.sharded.functions import LOWERED, PRECISIONS, name_of
 from lightning_par.sharded.rules.gathered import written
+from lightning_par.sharded.rules.in_place import targets as targets_of
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 _SEE_NO_VALUE = ("detach", "_has_compatible_shallow_copy_type", "is_contiguous")
@@ -129,7 +130,8 @@ def run(func: Any, args: Any, kwargs: Any, otherwise: Callable[[Any, Any, Any], 
     if not targets:
         return _with_whole(func, args, kwargs, found).run()
     gathering = gathering_of(targets[0])
-    gathering.about_to_write(targets, [name, *_given((args, kwargs))])
+    own = {*map(id, targets_of(func, args, kwargs))}  # of several tensors each is written by itself
+    gathering.about_to_write(targets, [name, *(x for x in _given((args, kwargs)) if id(x) not in own)])
     stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
     if len(stays) == len(found):
         result = otherwise(func, args, kwargs)
