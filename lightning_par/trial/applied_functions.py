@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from lightning_par.private.graph import KEEPS_ARGUMENTS
-from lightning_par.sharded.patches.replacement import Use, replaced
+from lightning_par.sharded.patches.function_code import FunctionCode
+from lightning_par.sharded.patches.replacement import Use, installed
 
 _OURS = ("torch.", "lightning_par.")
 
@@ -58,9 +60,7 @@ def functions_heard(hears: Hears) -> contextlib.AbstractContextManager[None]:
     """Inside, ``hears`` is told of calls of the user's autograd functions, but of those within another."""
     depth = 0
 
-    def make(plain: Any, use: Use) -> Any:
-        bare_apply = plain.__func__
-
+    def make(bare_apply: Any, use: Use) -> Any:
         @functools.wraps(bare_apply)
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal depth
@@ -72,6 +72,7 @@ def functions_heard(hears: Hears) -> contextlib.AbstractContextManager[None]:
             finally:
                 depth -= 1
 
-        return classmethod(apply)
+        return apply
 
-    return replaced(torch.autograd.Function, "apply", make)
+    # by whatever name code has it: `twice = Twice.apply`
+    return installed(FunctionCode(inspect.getattr_static(torch.autograd.Function, "apply").__func__, make))

@@ -39,7 +39,8 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lightning_par.sharded.patches.installed import Patch, Patches
+from lightning_par.sharded.patches.installed import Patches
+from lightning_par.sharded.patches.replacement import Patch
 from lightning_par.strategies.namespace import Namespace
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from lightning_par.private.pytree import APPLIERS
 from lightning_par.sharded.copies_collectives import BY_NAME, OF_ONE, Copies, of_objects
 from lightning_par.sharded.patches.every_name import is_library
 from lightning_par.sharded.patches.function_code import FunctionCode
-from lightning_par.sharded.patches.installed import Patch
-from lightning_par.sharded.patches.replacement import Make, Replacement, Use
+from lightning_par.sharded.patches.replacement import Make, Patch, Replacement, Use
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.rank_numbers import CopyRank

@@ -13,25 +13,18 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.sharded.patches.replacement import Patch
 from lightning_par.sharded.tensor import ShardedTensor
 
 _TOKENS = "_patches"
 """The attribute of a tensor that holds patches."""
 
 _lock = threading.RLock()  # a holder may be collected while another is noted
-
-
-class Patch(Protocol):
-    """A change that can be undone, and made again; see `lightning_par.sharded.patches.replacement`."""
-
-    def install(self) -> None: ...
-
-    def undo(self) -> None: ...
 
 
 class Patches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 _NOTHING = object()
 
@@ -82,8 +82,16 @@ class Replacement:
         return there
 
 
+class Patch(Protocol):
+    """A change that can be undone, and made again."""
+
+    def install(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
 @contextlib.contextmanager
-def installed(replacement: Replacement) -> Iterator[None]:
+def installed(replacement: Patch) -> Iterator[None]:
     """Inside, it is."""
     replacement.install()
     try:
