@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu-rules test-strangers benchmarks docs package clean
+.PHONY: help demo test test-long test-all test-gpu-rules test-strangers benchmarks docs package clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a GPT on two CPU processes with strategy=tensor_parallel"
-	@echo "make test       ruff, mypy and the tests"
+	@echo "make test       ruff, mypy and the tests; 8 minutes on two cores"
+	@echo "make test-long  tests that make test leaves to CI, as long again"
 	@echo "make test-all   all tests, those that take minutes or gigabytes included"
 	@echo "make test-gpu-rules  tests on fake CUDA devices and under NCCL's rules; needs g++"
 	@echo "make test-strangers  models of public packages, unedited, in a virtual environment of their own"
@@ -26,7 +27,11 @@ test: $(VENV)/test-$(TORCH).stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy lightning_par
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow and not long"
+
+# Much of this is whole runs under a layout, of which make test has some of each kind.
+test-long: $(VENV)/test-$(TORCH).stamp
+	$(BIN)/python -m pytest -m long
 
 test-all: $(VENV)/test-$(TORCH).stamp
 	$(BIN)/python -m pytest -m "slow or not slow"

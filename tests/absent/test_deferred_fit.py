@@ -32,7 +32,7 @@ from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
 from tests.helpers.process_memory import anonymous, watched
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tensor_parallel_size=2),
@@ -100,6 +100,7 @@ def _one_device(pool: Pool, case: str) -> dict[str, Tensor]:
     return pool.run(1, _start, case, None, False)[0][0]
 
 
+@long("tp2-hf_bert")
 @slow(but=["tp2-hf_bert", "fsdp2-hf_llama", "fsdp2-mlp"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)

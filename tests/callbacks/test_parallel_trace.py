@@ -29,7 +29,7 @@ from lightning_par.trace.report import report
 from lightning_par.trace.spans import Trace
 from tests.callbacks.counted import BATCH, STRATEGIES, TOKENS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 FIRST, LAST, BATCHES = 1, 2, 4
 CPU = """
@@ -176,6 +176,7 @@ def _check_clock(trace: Trace) -> int:
     return seen
 
 
+@long("pipeline")
 @slow("data", "sequence", "placement", "pipeline-tensor", "tensor-data", "tensor")
 @pytest.mark.parametrize(
     "name", ["tensor", "pipeline", "fsdp", "data", "sequence", "placement", "pipeline-tensor", "tensor-data"]

@@ -19,7 +19,7 @@ from lightning_par.mesh.digest import outline
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": dict(data_parallel_size=2),
@@ -142,6 +142,7 @@ def test_the_order_is_that_of_the_distance_an_entry_parameters_before_states() -
     ]  # fmt: skip
 
 
+@long()
 def test_the_optimizers_state_is_compared_where_asked(pool: Pool) -> None:
     spoiler = (1, "blocks.0.norm1.weight", EVERY, True)
     alike, checked = (pool.run(2, _fit, LAYOUTS["tp2"], spoiler, state) for state in (False, True))

@@ -32,7 +32,7 @@ from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies import end_of_run
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYOUTS: dict[str, dict[str, Any] | None] = {
     "one": None,
@@ -296,6 +296,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@long("one-tp2-edits-False")
 @slow(but=["one-tp2-edits-False", "tp2-one-model-False"])
 @pytest.mark.parametrize(
     ("writer", "reader", "kind", "mixed"),
@@ -408,6 +409,7 @@ def _weights_only(layout: str, folder: Path, weights_only: bool | None) -> str:
     return "loaded"
 
 
+@long("False-loaded")
 @slow("True-refused")
 @pytest.mark.parametrize(("weights_only", "outcome"), [(None, "refused"), (True, "refused"), (False, "loaded")])
 def test_weights_only_means_what_it_does_on_one_device(

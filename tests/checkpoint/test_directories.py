@@ -27,7 +27,7 @@ from lightning_par.checkpoint.reading import load, load_whole
 from tests.checkpoint.test_checkpoints import Choice, Model, data, quiet, trainer_for
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
 
@@ -169,6 +169,7 @@ def _best_and_last(layout: str, folder: Path, how: Any) -> dict[str, Any]:
         return found
 
 
+@long()
 @slow(but=["tp2-True"])
 @pytest.mark.parametrize(("layout", "how"), [("tp2", True), ("pp2", "async")])
 def test_a_trainer_treats_directories_as_it_does_files(layout: str, how: Any, pool: Pool, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from lightning_par.sharded.tensor import leaf
 from tests.checkpoint.test_checkpoints import load, quiet
 from tests.helpers.fsspec_folders import register
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.watched_writes import told_of_writes
 
 STRATEGIES: dict[str, Any] = {"tp2": TensorParallelStrategy, "pp2": PipelineParallelStrategy}
@@ -255,6 +255,7 @@ def _try(folder: Path, how: Any, start: Callable[..., str], kills: list[tuple[in
     _check(trial, folder / "reference", steps)
 
 
+@long()
 @slow(but=["True-pp2-victims1"])
 @pytest.mark.parametrize(("how", "layout", "victims"), [(*mode, ranks) for mode, ranks in zip(MODES, (*VICTIMS, (0,)))])
 def test_a_kill_within_a_save_loses_nothing(

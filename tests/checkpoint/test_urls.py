@@ -30,7 +30,7 @@ from tests.helpers.differences import differences
 from tests.helpers.fsspec_folders import SHELVES, register
 from tests.helpers.hostile import in_child
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 
 def _remote(layout: str, url: str, folder: Path, how: Any, ckpt_path: str | None = None) -> dict[str, Any]:
@@ -51,6 +51,7 @@ def _remote(layout: str, url: str, folder: Path, how: Any, ckpt_path: str | None
         return state
 
 
+@long()
 @slow(but=["False-shelf"])
 @pytest.mark.parametrize("scheme", ["shelf", "file"])
 @pytest.mark.parametrize("how", [False, True, "async"])
@@ -145,6 +146,7 @@ def _dying(url: str, number: int, step: int) -> None:
     _save(url, number)
 
 
+@long()
 @slow(but=["shelf"])
 @pytest.mark.parametrize("scheme", SHELVES)
 def test_a_kill_at_any_step_leaves_the_old_or_the_new(scheme: str, pool: Pool, tmp_path: Path) -> None:

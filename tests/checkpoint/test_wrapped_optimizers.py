@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_par import HybridParallelStrategy
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 
 
 class Wraps(Optimizer):
@@ -109,6 +110,7 @@ def _saved(path: Path, layout: dict[str, Any] | None, resume: Path | None, optim
     trainer.save_checkpoint(path)
 
 
+@long("pipeline-wraps", "pipeline-shifts")
 @pytest.mark.parametrize("optimizer", ["wraps", "shifts"])
 @pytest.mark.parametrize(
     "layout", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["pipeline", "tensor"]

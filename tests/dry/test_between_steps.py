@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, dry_run, ledger
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -269,6 +269,7 @@ def _real(
     return dict(sent), dict(step.moved.counts())
 
 
+@long(but=["Zeroes-tensor"])
 @slow(but=FAST.split())
 @pytest.mark.parametrize(("kind", "layout"), ROWS, ids=[f"{kind.__name__}-{layout}" for kind, layout in ROWS])
 def test_a_dry_run_counts_what_hooks_ask_of_other_ranks(kind: type[Twins], layout: str, pool: Pool) -> None:
@@ -321,6 +322,7 @@ REFUSED = {
 }
 
 
+@long(but=["vector"])
 @pytest.mark.parametrize("way", REFUSED)
 def test_what_a_step_must_not_keep_is_refused_on_all_ranks_as_in_a_run(way: str) -> None:
     for rank in range(2):

@@ -12,7 +12,7 @@ import torch
 from lightning_par import dry_run
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.models import MODELS
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
 from tests.planner.test_counted import CLIPPED, IMPOSSIBLE
 
@@ -20,6 +20,7 @@ ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not i
 DEFAULT = ["gpt-ring"]
 
 
+@long()
 @slow(but=DEFAULT)
 @pytest.mark.parametrize(("case", "name"), ROWS, ids=[f"{case}-{name}" for case, name in ROWS])
 def test_each_rank_holds_and_sends_what_was_said(case: str, name: str) -> None:
@@ -47,6 +48,7 @@ def dried(
 MIXED = [("gpt", "tensor"), ("gpt", "1f1b"), ("mlp_deep", "fsdp"), ("hf_llama", "ring")]
 
 
+@long()
 @slow(but=["mlp_deep-fsdp"])
 @pytest.mark.parametrize(("case", "name"), MIXED, ids=[f"{case}-{name}" for case, name in MIXED])
 def test_autocast_moves_what_was_said(case: str, name: str) -> None:
@@ -56,6 +58,7 @@ def test_autocast_moves_what_was_said(case: str, name: str) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
+@long()
 @slow(but=["mlp_deep-pipeline_tensor"])
 @pytest.mark.parametrize(("case", "name"), CLIPPED, ids=[f"{case}-{name}" for case, name in CLIPPED])
 def test_the_clip_sends_what_was_said(case: str, name: str) -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par import dry_run, ledger
 from lightning_par.__main__ import main
 from lightning_par.mesh.ledger import Ledger
+from tests.helpers.slow import long
 from tests.planner.models import GPT
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
@@ -43,6 +44,7 @@ class ByValue(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@long()
 def test_ranks_in_the_middle_of_many_are_like_the_first() -> None:
     layout = {"tensor_parallel_size": 4, "data_parallel": "fsdp"}
     first, middle, last = (dry_run(small, BATCH, layout, devices=1024, rank=rank) for rank in (0, 517, 1023))
@@ -58,6 +60,7 @@ def _nothing_is_patched() -> Iterator[None]:
     assert "data" not in vars(torch.Tensor)
 
 
+@long()
 def test_torch_is_as_before_when_a_dry_run_has_ended() -> None:
     dry_run(small, BATCH, {"tensor_parallel_size": 2}, devices=2)
     assert "data" not in vars(torch.Tensor)
@@ -94,11 +97,13 @@ def test_one_device_sends_nothing() -> None:
     assert "Nothing is sent." in str(found)
 
 
+@long()
 def test_peaks_go_with_the_batch() -> None:
     peaks = [dry_run(small, (x, x), {"tensor_parallel_size": 2}, devices=2).peak for x in (TOKENS, TOKENS.repeat(8, 1))]
     assert peaks[1] > 2 * peaks[0]
 
 
+@long()
 def test_accumulated_batches_and_the_clip_are_counted() -> None:
     once = dry_run(small, BATCH, {"tensor_parallel_size": 2}, devices=4)
     found = dry_run(

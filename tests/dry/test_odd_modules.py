@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_par import dry_run, plan
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import APART, AXES
 
 BATCH = torch.ones(4, 8)
@@ -82,12 +82,14 @@ class Frozen(Base):
         self.a[1].eval()  # type: ignore[index]
 
 
+@long()
 def test_a_batch_norm_that_is_not_trained_may_be_cut_in_microbatches() -> None:
     found = dry_run(Frozen, BATCH, LAYOUTS["pipeline"], devices=2)
     assert found.sent["pipeline", "activations"] > 0
     _nothing_is_left()
 
 
+@long()
 @slow("data")
 @pytest.mark.parametrize("layout", ["data", "tensor"])
 def test_what_wants_values_and_makes_the_same_shapes_of_all_runs(layout: str) -> None:
@@ -175,6 +177,7 @@ class Draws(Base):
         return self.b(self.drop(torch.relu(self.a(batch)))).square().mean()
 
 
+@long()
 @slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_draws_may_be_those_of_one_device(layout: str) -> None:

@@ -21,7 +21,7 @@ from lightning_par.checkpoint.file_cost import FileCost
 from lightning_par.mesh.ledger import ledger
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import batch_of
 
 DATA, TENSOR = {"data_parallel_size": 2}, {"tensor_parallel_size": 2}
@@ -176,6 +176,7 @@ def _in_file(path: Path) -> int:
     return sum(found.values())
 
 
+@long()
 @slow(but=["odd-fsdp x pipeline"])
 @pytest.mark.parametrize(
     ("case", "name"),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.endurance.soak import RANKS, Samples, fits_of, report, steps_of
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 
 def test_what_grows_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +34,7 @@ def test_what_grows_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     os.close(kept[-2])
 
 
+@long()
 @slow(but=["tensor"])
 @pytest.mark.parametrize("name", RANKS)
 def test_no_step_leaves_files_or_threads(name: str, pool: Pool) -> None:

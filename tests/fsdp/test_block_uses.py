@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, ledger
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 WIDTH, LAYERS = 6, 4
 
@@ -244,6 +244,7 @@ CASES = [
 ]
 
 
+@long("WritesData-")
 @slow(
     "KeepsViews-*",
     "KeepsDetached-*",
@@ -271,6 +272,7 @@ def test_a_blocks_code_meets_its_weights_as_on_one_device(pool: Pool, kind: type
             torch.testing.assert_close(state[name], x, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@long()
 @slow("read before")
 @pytest.mark.parametrize("how", ["read before", "read after"])
 def test_views_of_weights_that_the_tensor_axis_splits_follow_too(pool: Pool, how: str) -> None:

@@ -28,7 +28,7 @@ from lightning_par.sharded.tensor import leaf
 from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.law.test_equality import one_device as one_device  # a fixture
 from tests.law.test_hybrid_equality import GPT, PP_SP, PP_TP, SP_TP
 
@@ -187,6 +187,7 @@ def test_under_autocast_weights_travel_in_low_precision_and_gradients_in_their_o
         assert scatters == [(WEIGHT + BIAS + FLAGS) // 2] * LAYERS
 
 
+@long()
 def test_in_a_pipeline_nothing_is_gathered_again_between_microbatches(pool: Pool) -> None:
     for stored, moved in pool.run(4, _run, DP | PP | dict(microbatches=4)):
         part = LAYERS // 2 * (WEIGHT + BIAS) // 2
@@ -238,6 +239,7 @@ def _uneven(layout: dict[str, Any]) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
+@long()
 def test_replicas_with_other_numbers_of_microbatches_are_refused_only_where_each_gathers(pool: Pool) -> None:
     expected = pool.run(4, _uneven, dict(data_parallel_size=2, pipeline_parallel_size=2, microbatches=2))
     torch.testing.assert_close(pool.run(4, _uneven, DP | PP), expected, rtol=1e-11, atol=1e-13)
@@ -380,6 +382,7 @@ def _trained(layout: dict[str, Any] | None, kind: type[Layers]) -> Any:
     return [p.detach().clone() for p in module.parameters()]
 
 
+@long()
 @slow("Averages-tensor", "LooksAgain-fsdp", "LooksAgain-tensor")
 @pytest.mark.parametrize(
     "beside", [{"data_parallel": "fsdp", "data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor"]
@@ -433,6 +436,7 @@ def _keep(layout: dict[str, Any] | None, kind: type[Layers] = Keeps) -> Any:
     return [*module.start.values(), *module.copies]
 
 
+@long("layout1")
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}])
 def test_what_user_code_kept_of_weights_is_whole_afterwards(pool: Pool, layout: dict[str, Any]) -> None:
     (one,) = pool.run(1, _keep, None)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 WIDTH, LAYERS, STEPS = 6, 3, 6
 FIRST = 3  # the call that keeps a view first: after optimizer's steps without any
@@ -418,6 +418,7 @@ QUICK = [
 ]  # fmt: skip
 
 
+@long(but=["GraphOfAView-Layer-"])
 @slow(but=QUICK)
 @pytest.mark.parametrize("reshard", [True, False], ids=_name)
 @pytest.mark.parametrize(("model", "kind"), OF_WEIGHTS + OF_VIEWS + OF_GRAPHS, ids=_name)

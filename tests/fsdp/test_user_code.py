@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 WIDTH, LAYERS, STEPS = 6, 3, 7
 
@@ -346,6 +346,7 @@ def _name(x: Any) -> str:
     return x.__name__ if isinstance(x, type) else "" if x else "keep"
 
 
+@long("GraphBetween-Layer-keep")
 @slow(but=QUICK)
 @pytest.mark.parametrize("reshard", [True, False], ids=_name)
 @pytest.mark.parametrize(("model", "kind"), CASES, ids=_name)
@@ -363,6 +364,7 @@ def test_while_gradients_accumulate(pool: Pool, model: type[Model], kind: type[L
     _compare(pool, model, kind, True, 3)
 
 
+@long()
 @slow(but=["WritesGradient"])
 @pytest.mark.parametrize("kind", [WritesGradient, Hooks, KeepsAnew, Recursive], ids=_name)
 def test_where_weights_are_split_over_tensor_ranks_too(pool: Pool, kind: type[Layer]) -> None:

@@ -18,10 +18,11 @@ from lightning_par.mesh.chunks import Chunks
 from lightning_par.mesh.positions import Positions
 from tests.gpu_rules.ranks import StrictPool
 from tests.gpu_rules.report import Rules
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.tensor.test_chunks import RANKS, train
 
 
+@long()
 @slow(but=["one-queue-plain"])
 @pytest.mark.parametrize("how", ["plain", "one sample", "uneven", "autocast", "checkpointed", "accumulated", "1f1b"])
 @pytest.mark.parametrize("where", ["cuda", "one-queue"])
@@ -80,6 +81,7 @@ def _hidden() -> tuple[float, float]:
     return shares[0], shares[1]
 
 
+@long()
 def test_of_four_messages_three_are_hidden(strict_cpu: StrictPool) -> None:
     strict_cpu.rules = Rules(delay=DELAY, checks=False)
     for shares in strict_cpu.run(2, _hidden):

@@ -14,7 +14,7 @@ from lightning_par.__main__ import main
 from lightning_par.dry.counts import Counts
 from tests.dry.test_dry_run import BATCH, small
 from tests.gpu_rules.ranks import StrictPool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
@@ -50,6 +50,7 @@ def _found(layout: str, **given: Any) -> tuple[Counts, Counts]:
     return cpu, gpu
 
 
+@long()
 @slow(but=["1f1b"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_and_sends_on_a_gpu_what_it_does_on_a_cpu(pool: StrictPool, layout: str) -> None:
@@ -60,6 +61,7 @@ def test_a_rank_holds_and_sends_on_a_gpu_what_it_does_on_a_cpu(pool: StrictPool,
     assert gpu.peak % 512 == gpu.kept % 512 == 0  # in blocks, as an allocator there counts
 
 
+@long()
 def test_scaled_losses_of_half_precision_are_taken_not_to_overflow(pool: StrictPool) -> None:
     ((_, gpu),) = pool.run(1, _found, "tensor", precision="16-mixed", gradient_clip_val=1.0)
     assert gpu.optimizer > gpu.parameters and any("overflow" in key for key in gpu.sent)

@@ -11,7 +11,7 @@ from lightning_par import HybridParallelStrategy, dry_run
 from lightning_par.sharded.patches.sync_batch_norms import PURPOSE
 from tests.gpu_rules.ranks import StrictPool
 from tests.helpers.second_step import SecondStep
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import compare, loader, trained
 from tests.sharded.patches.test_sync_batch_norms import Normed
 
@@ -28,6 +28,7 @@ def _train(layout: dict[str, Any], converted: bool) -> dict[str, Any]:
     return trained(module, loader(), lambda: HybridParallelStrategy(data_parallel_size=2, **layout), **options)
 
 
+@long()
 @slow(but=["pipeline-the module"])
 @pytest.mark.parametrize("by", ["the module", "the Trainer"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -44,6 +45,7 @@ def _sent(layout: dict[str, Any]) -> float:
     return second.moved.sent("data", PURPOSE)
 
 
+@long()
 @slow(but=["tensor"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_dry_run_counts_their_messages(pool: StrictPool, layout: str) -> None:

@@ -25,7 +25,7 @@ from lightning_par.mesh.progress import Progress
 from lightning_par.mesh.side_channel import call
 from tests.endurance.hangs import STRATEGIES, Case, problems
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 CASES = [
     Case.of(40, "tensor", "sleep"),
@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@long()
 @slow(but=[f"{case.strategy}-{case.kind}-{case.seed}" for case in CASES[:1]])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.kind}-{case.seed}")
 def test_who_holds_up_a_run_is_named(pool: Pool, case: Case, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""What ``make test`` leaves to ``make test-all``, said above the test and nowhere else.
+"""What ``make test`` leaves to others, said above the test and nowhere else: to CI what is `long`, seconds that add up;
+to ``make test-all`` what is `slow`, minutes or gigabytes, or much like others.
 
-    @slow()  # the whole test
+    @long()  # the whole test
     @slow("tp4-*", "gpt-pp2")  # these rows of its table; a star stands for anything
     @slow(but=["gpt-tp2"])  # all rows but these
 
-An id that no row has fails when tests are collected. This module is the plugin that does it.
+What is both is slow. An id that no row has fails when tests are collected. This module is the plugin that does it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ from typing import Any
 
 import pytest
 
+KINDS = ("slow", "long")
+
 
 def slow(*ids: str, but: Iterable[str] = ()) -> pytest.MarkDecorator:
     """Marks a test, or those of its rows that ``ids`` or ``but`` say."""
     return pytest.mark.slow_rows(*ids, but=tuple(but))
+
+
+def long(*ids: str, but: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """The same of what CI runs all the same."""
+    return pytest.mark.long_rows(*ids, but=tuple(but))
 
 
 def in_turn(rows: Iterable[str], columns: Sequence[str]) -> list[str]:
@@ -29,7 +37,9 @@ def in_turn(rows: Iterable[str], columns: Sequence[str]) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes minutes or gigabytes, or is much like others; see -m slow")
-    config.addinivalue_line("markers", "slow_rows(*ids, but): which rows are slow; written by tests.helpers.slow.slow")
+    config.addinivalue_line("markers", "long: takes seconds that add up; make test leaves it to CI")
+    for kind in KINDS:
+        config.addinivalue_line("markers", f"{kind}_rows(*ids, but): which rows are {kind}; written by {kind}() here")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,14 +47,18 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> Generat
     """Here a test has all of its rows, whichever were asked for on the command line."""
     made = yield
     items = [item for item in made if isinstance(item, pytest.Function)] if isinstance(made, list) else []
-    if any(item.get_closest_marker("slow") for item in items):
-        raise collector.CollectError(f"{name}: slow rows are said by slow() of tests.helpers.slow, above the test")
-    for mark in items[0].iter_markers("slow_rows") if items else ():
-        _mark(items, mark, collector)
+    for kind in KINDS:
+        if any(item.get_closest_marker(kind) for item in items):
+            raise collector.CollectError(
+                f"{name}: {kind} rows are said by {kind}() of tests.helpers.slow, above the test"
+            )
+    for kind in KINDS:
+        for mark in items[0].iter_markers(f"{kind}_rows") if items else ():
+            _mark(items, mark, kind, collector)
     return made
 
 
-def _mark(items: list[pytest.Function], mark: pytest.Mark, collector: pytest.Collector) -> None:
+def _mark(items: list[pytest.Function], mark: pytest.Mark, kind: str, collector: pytest.Collector) -> None:
     rows = [item.callspec.id if hasattr(item, "callspec") else "" for item in items]
     unknown: list[str] = []
     said, but = (_matching(ids, rows, unknown) for ids in (mark.args or ("*",), mark.kwargs["but"]))
@@ -52,8 +66,8 @@ def _mark(items: list[pytest.Function], mark: pytest.Mark, collector: pytest.Col
         test = items[0].originalname
         raise collector.CollectError(f"{test} has no row {', '.join(map(repr, unknown))}; it has {rows}")
     for item, row in zip(items, rows):
-        if row in said - but:
-            item.add_marker(pytest.mark.slow)
+        if row in said - but and not item.get_closest_marker("slow"):
+            item.add_marker(kind)
 
 
 def _matching(ids: Iterable[str], rows: list[str], unknown: list[str]) -> set[str]:

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from tests.helpers import equality
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.hosts.network import Host, hosts, within
 from tests.law.test_equality import one_device as one_device  # a fixture
 
@@ -70,6 +70,7 @@ ROWS: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
+@long()
 @slow(but=["2-hosts-dp2-tp2"])
 @pytest.mark.parametrize("row", ROWS)
 def test_tensor_groups_are_within_hosts_in_any_distribution_of_slurm(

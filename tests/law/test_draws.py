@@ -17,7 +17,7 @@ from tests.helpers.differences import differences
 from tests.helpers.equality import Result
 from tests.helpers.models import DRAWING
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 
@@ -80,6 +80,7 @@ PIPELINES = [
 ROWS = [*TENSORS, *PIPELINES, *SEQUENCES, ("gpt_drops", "sp2-tp2"), ("gpt_drops", "tp1"), ("encoder_drops", "sp2-tp2")]
 
 
+@long()
 @slow(but=["gpt_drops-pp2"])
 @pytest.mark.parametrize(("case", "layout"), ROWS, ids=[f"{case}-{layout}" for case, layout in ROWS])
 def test_a_layout_draws_what_one_device_draws(case: str, layout: str, pool: Pool, tmp_path: Path) -> None:
@@ -144,6 +145,7 @@ def _epochs(
     return {name: x.detach().clone() for name, x in module.state_dict().items()}, torch.get_rng_state()
 
 
+@long()
 @slow(but=["tp2-pp2-True"])
 @pytest.mark.parametrize(
     ("first", "then", "directory"),
@@ -159,6 +161,7 @@ def test_a_run_that_goes_on_under_another_layout_goes_on_with_the_same_masks(
         assert torch.equal(state, stands)
 
 
+@long()
 @slow(but=["tensor"])
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
 def test_compiled_code_that_draws_is_refused(strategy: str, pool: Pool) -> None:

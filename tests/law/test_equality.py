@@ -19,7 +19,7 @@ from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 
@@ -184,6 +184,7 @@ def _of_one_device(row: Row) -> dict[str, Any]:
     return {name: option for name, option in row.options.items() if name != "schedule"}
 
 
+@long("mlp_gradient_penalty-tp2", "gan-tp2")
 @slow(
     but=[
         "gan-tp2",
@@ -206,6 +207,7 @@ def test_a_layout_never_changes_results(
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
 
 
+@long()
 @slow(but=["gpt-tp2-precision=bf16-mixed"])
 @pytest.mark.parametrize("row", LOW, ids=str)
 def test_in_low_precision_a_layout_errs_at_most_twice_as_much_as_one_device(
@@ -240,6 +242,7 @@ def _drawing(case: str, schedule: str) -> tuple[Result, Tensor]:
     return result, torch.get_rng_state()
 
 
+@long()
 @slow(but=["vae-1f1b"])
 @pytest.mark.parametrize(("case", "schedule"), [("gpt_residual_dropout", "zbv"), ("vae", "1f1b")])
 def test_draws_of_a_pipeline_repeat_bitwise_and_leave_all_generators_alike(

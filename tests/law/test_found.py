@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_par import HybridParallelStrategy
 from lightning_par.pipeline.part import StagesPart
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.law.found import (
     FOUND,
     MEMORY,
@@ -215,6 +215,7 @@ def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str, part: int) -
         assert [name for name in CUT if name in names and results[0][name][3] < 2] == []
 
 
+@long()
 @slow("pipeline")
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None:
@@ -228,6 +229,7 @@ def test_objects_that_hold_tensors_and_run_functions_on_them_are_followed(pool: 
     assert _wrong(pool, ["OnPoints"], layouts[layout])[0] == {}
 
 
+@long("pipeline")
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_modules_that_update_and_compute_are_no_metrics_for_that(pool: Pool, layout: str) -> None:
     assert _wrong(pool, ["UpdatesAndComputes"], LAYOUTS[layout])[0] == {}
@@ -237,6 +239,7 @@ def test_what_layers_keep_may_be_such_that_no_other_rank_can_make_it(pool: Pool)
     assert _wrong(pool, ["KeepsWhatNoneCanMake"], {"pipeline_parallel_size": 2, "microbatches": 1})[0] == {}
 
 
+@long()
 def test_a_tables_views_at_places_that_the_model_tells_are_written_layer_by_layer_alone(pool: Pool) -> None:
     names = ["CountsAtPlaces", "CountsInPlace", "CountsInViews", "LooksAtViews"]
     assert _wrong(pool, names, LAYOUTS["pipeline"])[0] == {}
@@ -246,6 +249,7 @@ def test_a_tables_views_at_places_that_the_model_tells_are_written_layer_by_laye
     assert "`add_` writes into a part of a tensor that all stages of the pipeline have" in wrong["CountsInViews"]
 
 
+@long()
 @slow("residual", "fsdp x sequence", "tensor")
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str) -> None:
@@ -320,6 +324,7 @@ def _fit_a_guarded(layout: dict[str, Any] | None) -> tuple[str, int]:
     return str(caught.value), trainer.global_step
 
 
+@long()
 @slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_a_guard_raises_on_all_ranks_what_it_raises_on_one_device(pool: Pool, layout: str) -> None:
@@ -334,6 +339,7 @@ def test_layers_that_an_iterator_gives_are_refused(pool: Pool, layout: str) -> N
     assert "self.turns gives a Linear" in wrong["CyclesLayers"]
 
 
+@long()
 @slow("placement")
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_hooks_that_a_model_registers_as_it_runs_are_on_all_ranks(pool: Pool, layout: str) -> None:
@@ -345,6 +351,7 @@ def test_a_hook_that_a_layer_registers_on_itself_as_it_runs_is_refused_by_name(p
     assert "A hook on self.b is registered as 'b' runs" in wrong["RegistersOnItself"]
 
 
+@long("placement")
 @pytest.mark.parametrize("layout", ["placement", "tensor"])
 def test_a_weight_that_the_step_moves_is_moved_behind_its_use(pool: Pool, layout: str) -> None:
     assert _wrong(pool, ["TeacherAndDecision"], LAYOUTS[layout])[0] == {}
@@ -354,12 +361,14 @@ def test_what_is_first_looked_at_without_gradients_trains(pool: Pool) -> None:
     assert _wrong(pool, ["MeasuredFirst"], MEMORY_LAYOUTS["residual"])[0] == {}
 
 
+@long("pipeline")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tensor_that_an_iterator_gives_again_is_written_or_refused(pool: Pool, layout: str) -> None:
     wrong, _ = _wrong(pool, ["WritesWhatIsGiven"], LAYOUTS[layout])
     assert not wrong or "in place, which an iterator gave it" in wrong["WritesWhatIsGiven"]
 
 
+@long()
 def test_a_hook_that_leaves_in_a_later_step_is_one_devices_or_refused(pool: Pool) -> None:
     assert _wrong(pool, ["HookThatLeavesLate"], LAYOUTS["placement"])[0] == {}
     with pytest.raises(RanksFailedError, match="A hook on self.b is removed as 'b' runs on a microbatch"):

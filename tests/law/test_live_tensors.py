@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_par import HybridParallelStrategy
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": dict(tensor_parallel_size=2),
@@ -54,6 +54,7 @@ def _alive(layout: dict[str, Any], name: str) -> list[int]:
 ROWS = [*((layout, "gpt") for layout in LAYOUTS), ("tensor", "mlp_gradient_penalty")]
 
 
+@long("pipeline-gpt")
 @slow("tensor-gpt", "placement-gpt", "shard_residual-gpt", "fsdp-gpt", "sequence-gpt")
 # others have what they have
 @pytest.mark.parametrize(("layout", "name"), ROWS)

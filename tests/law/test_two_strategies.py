@@ -16,7 +16,7 @@ from lightning_par.sharded.tensor import full
 from tests.helpers.differences import differences
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": dict(tensor_parallel_size=2),
@@ -138,6 +138,7 @@ def test_fits_in_turn_are_each_one_devices(
     _compare(pool.run(2, _in_turn, LAYOUTS[first], LAYOUTS[second], tmp_path), alone["in turn"])
 
 
+@long()
 @slow(but=["on_after_backward-pipeline-fsdp"])
 @pytest.mark.parametrize(("hook", "first", "second"), WITHIN)
 def test_a_fit_within_a_hook_of_another_is_one_devices(

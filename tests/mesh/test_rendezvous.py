@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from lightning_par.mesh import rendezvous
 from lightning_par.mesh.rendezvous import Address, Rendezvous
 from lightning_par.private.launchers import STARTED_BY
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 MINUTE = timedelta(minutes=1)
 
@@ -106,6 +106,7 @@ def test_ranks_that_are_started_again_at_one_store_meet_anew(monkeypatch: pytest
     assert len(starts) == 2
 
 
+@long("no-such-host.invalid-0-Rank 0 can't serve the ranks' store")
 @slow("*Connection refused", "192.0.2.77*")
 @pytest.mark.parametrize(
     ("host", "rank", "why"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lightning_par.mesh.stop_line import ENDED, Point, StopLine
+from tests.helpers.slow import long
 
 
 @dataclass
@@ -103,6 +104,7 @@ def _ends(state: State) -> list[State]:
 ALL = (True,) * 4
 
 
+@long("points1-False")
 @pytest.mark.parametrize("messages", [True, False])
 @pytest.mark.parametrize("points", [[ALL, ALL], [ALL[:3]] * 3, [(True, False, False, True, True)] * 2])
 def test_ranks_stop_at_one_point_or_reach_the_end(points: list[tuple[bool, ...]], messages: bool) -> None:

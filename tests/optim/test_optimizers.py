@@ -26,7 +26,7 @@ from lightning_par.optim.torch_optimizers import BY_ELEMENT, BY_PARAMETER, runs_
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 STEPS = 4
 
@@ -428,6 +428,7 @@ def _train_case(case: str, layout: dict[str, int] | None) -> dict[str, Any]:
     return _train(case, layout, net=net.double(), callbacks=callbacks)
 
 
+@long("4-manual")
 @slow("2-manual", "4-late_group", "4-plateau", "2-late_group")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 4])

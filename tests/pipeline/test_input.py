@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 
 
 class Net(LightningModule):
@@ -319,6 +320,7 @@ def _refused(name: str) -> str:
     return run(module, **options)
 
 
+@long("an empty batch")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cant_be_is_refused_alike_on_all_ranks_at_once(name: str, pool: Pool) -> None:
     first, second = pool.run(2, _refused, name)
@@ -374,11 +376,13 @@ def test_arguments_are_checked_when_the_strategy_is_made() -> None:
         PipelineParallelStrategy(schedule="gpipes")  # type: ignore[arg-type]
 
 
+@long("Contrastive")
 @pytest.mark.parametrize("module", [Normed, Contrastive])
 def test_auto_takes_one_microbatch_where_samples_mix(module: Callable[[], LightningModule], pool: Pool) -> None:
     assert pool.run(2, run, module) == ["", ""]
 
 
+@long(but=["FreezesLater"])
 @pytest.mark.parametrize("module", [RescalesLater, Branches, Scales, Later, FreezesLater])
 def test_a_batch_without_a_schedule_is_trained_nevertheless(module: Callable[[], LightningModule], pool: Pool) -> None:
     assert pool.run(2, run, module) == ["", ""]

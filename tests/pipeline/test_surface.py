@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tests.helpers import surface
 from tests.helpers.accelerator import device_type
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import CLASSES, Net, Points, check, compare, kept, loader, metrics, weights
 
@@ -100,6 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@long()
 @slow(but=["profiler, reload"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_of_the_trainer(pool: Pool, option: str) -> None:
@@ -157,6 +158,7 @@ def _callback(kind: str) -> Any:
     return module.seen, metrics(t), weights(module), t.global_step
 
 
+@long()
 @slow(but=["ema"])
 @pytest.mark.parametrize("kind", ["accumulation", "swa", "ema", "finetuning"])
 def test_callbacks_that_train_otherwise(pool: Pool, kind: str) -> None:
@@ -296,6 +298,7 @@ def _frozen() -> Any:
     return module.seen, weights(module)
 
 
+@long()
 def test_stages_are_frozen_and_unfrozen_while_training(pool: Pool) -> None:
     check(pool, _frozen)
 
@@ -550,6 +553,7 @@ def _branches() -> Any:
     return module.seen, metrics(t), weights(module), module.history, module.best
 
 
+@long()
 def test_steps_that_branch(pool: Pool) -> None:
     check(pool, _branches)
 
@@ -624,6 +628,7 @@ def _twice() -> Any:
     return module.seen, metrics(t), weights(module)
 
 
+@long()
 def test_an_evaluation_may_go_through_the_model_again(pool: Pool) -> None:
     check(pool, _twice)
 
@@ -657,6 +662,7 @@ def _scalars() -> Any:
     return module.seen, metrics(t), weights(module)
 
 
+@long()
 def test_numbers_and_crops_of_each_step(pool: Pool) -> None:
     check(pool, _scalars)
 
@@ -726,6 +732,7 @@ def _hooked() -> Any:
     return {"all": (module.order, module.seen, weights(module)), "fired": fired, "features": features, "lines": lines}
 
 
+@long()
 def test_hooks_fire_once_a_step_with_whole_gradients_where_the_weights_are(pool: Pool) -> None:
     (one,) = pool.run(1, _hooked)
     two = pool.run(2, _hooked)
@@ -890,10 +897,12 @@ def _saves_averages(path: str) -> Any:
     return {name: x.clone() for name, x in state.items()}, state["one.weight"].is_set_to(state["two.weight"])
 
 
+@long()
 def test_averages_of_tied_weights_are_in_the_checkpoint(pool: Pool, tmp_path: Path) -> None:
     check(pool, _saves_averages, str(tmp_path / "averages.ckpt"))
 
 
+@long()
 def test_a_checkpoint_of_averages_is_written_on_an_exception_and_resumed(pool: Pool, tmp_path: Path) -> None:
     (one,), (whole,) = pool.run(1, _stopped, str(tmp_path / "one")), pool.run(1, _not_stopped)
     for written, *resumed in pool.run(2, _stopped, str(tmp_path / "two")):

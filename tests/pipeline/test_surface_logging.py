@@ -29,7 +29,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import CLASSES, Net, check, compare, kept, loader, metrics, weights
 
@@ -116,6 +116,7 @@ def _what_is_logged() -> Any:
     return _logged()[0]
 
 
+@long()
 def test_what_is_logged(pool: Pool) -> None:
     check(pool, _what_is_logged, tolerance=1e-7)  # Lightning keeps means in float32
 
@@ -177,6 +178,7 @@ def _said(microbatches: Any) -> Any:
     return [board.given for board in boards], heard.lines, lines
 
 
+@long()
 @slow("1")
 @pytest.mark.parametrize("microbatches", ["auto", 1])
 def test_what_is_said_is_said_once(pool: Pool, microbatches: Any) -> None:
@@ -238,6 +240,7 @@ def _measured() -> Any:
     return module.seen, metrics(t), weights(module)
 
 
+@long()
 def test_metrics(pool: Pool) -> None:
     check(pool, _measured, tolerance=1e-6)  # torchmetrics keeps its states in float32
 
@@ -269,6 +272,7 @@ def _monitors(folder: str) -> Any:
     }
 
 
+@long()
 def test_monitors_checkpoints_and_early_stopping(pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.run(1, _monitors, str(tmp_path / "one"))
     for result in pool.run(2, _monitors, str(tmp_path / "two")):
@@ -331,6 +335,7 @@ def _write(folder: str, give_back: bool) -> Any:
     return t.predict(Net(), loader(10, 1), return_predictions=give_back)
 
 
+@long()
 def test_each_prediction_is_written_once_and_given_to_every_rank(pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.run(1, _write, str(tmp_path / "one"), True)
     for world in (2, 4):

@@ -17,7 +17,7 @@ from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.report import layout_dict
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner import peaks
 from tests.planner.counted import Counted, differences, trained
 
@@ -87,6 +87,7 @@ def _peak(kind: str, layout: dict[str, Any]) -> int:
     return peaks.trained(Model(kind), _loader(), layout)[0]
 
 
+@long("asleep-fsdp")
 @slow(but=["asleep-fsdp", "asleep_first-fsdp_kept", "detached-fsdp"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +98,7 @@ def test_what_is_gathered_and_summed(kind: str, name: str, pool: Pool) -> None:
     assert not differences(pool.run(2, _real, kind, LAYOUTS[name]), said)
 
 
+@long()
 @slow(but=["asleep-fsdp"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)

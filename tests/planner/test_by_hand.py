@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import dry_run, plan
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import APART, AXES, ranks_of, trained
 
 FSDP: dict[str, Any] = {"data_parallel_size": 2, "data_parallel": "fsdp"}
@@ -126,6 +126,7 @@ class Direct(Untoggled):
 ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept"), (Shared, "fsdp"), (Shared, "kept")]
 
 
+@long("Shared-fsdp")
 @slow("Toggled-fsdp", "Frozen-kept", "Frozen-fsdp", "Shared-kept")
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> None:
@@ -134,6 +135,7 @@ def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> N
     assert [note.split(": ")[0] for note in found.notes] == ["not known"] * (kind is Shared)
 
 
+@long("Toggled")
 @slow("Untoggled", "Frozen", "Shared", "Direct")
 @pytest.mark.parametrize("kind", [Toggled, Untoggled, Frozen, Shared, Odd, Direct])
 def test_replicas_average_in_each_backward_what_requires_a_gradient_then(kind: type[Toggled], pool: Pool) -> None:
@@ -142,6 +144,7 @@ def test_replicas_average_in_each_backward_what_requires_a_gradient_then(kind: t
     assert said(found) == dried(kind, "data") == real[0] == real[1]
 
 
+@long("residual-Odd")
 @slow("residual-Untoggled", "data tensor-Odd")
 @pytest.mark.parametrize("kind", [Untoggled, Odd])
 @pytest.mark.parametrize("name", ["data tensor", "residual"])
@@ -149,6 +152,7 @@ def test_so_do_ranks_of_a_tensor_axis(kind: type[Toggled], name: str) -> None:
     assert said(plan(kind, BATCH, "4xH100", devices=4, layout=LAYOUTS[name])) == dried(kind, name)
 
 
+@long()
 def test_shares_of_gradients_that_are_stored_in_parts_are_summed_along_tensor() -> None:
     found = plan(Toggled, BATCH, "4xH100", devices=4, layout=LAYOUTS["stored residual"])
     assert said(found, "tensor") == dried(Toggled, "stored residual", "tensor")

@@ -21,7 +21,7 @@ from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.report import layout_dict
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner import peaks
 from tests.planner.counted import LAYOUTS, Counted, differences, trained
 
@@ -83,6 +83,7 @@ def _kept(found: dict[str, Any]) -> float:
     return float(found["ranks"][0]["activations"])
 
 
+@long("eager-reentrant", "eager-not_reentrant")
 @pytest.mark.parametrize("how", (FULL, REENTRANT), ids=("not_reentrant", "reentrant"))
 @pytest.mark.parametrize("gpu", (True, False), ids=("fused", "eager"))
 def test_it_is_planned_as_if_the_plan_had_been_asked_to(how: dict[str, Any], gpu: bool) -> None:
@@ -97,6 +98,7 @@ def test_it_is_planned_as_if_the_plan_had_been_asked_to(how: dict[str, Any], gpu
     assert found["parts"]["recompute"] == pytest.approx(asked["parts"]["recompute"], rel=0.05)
 
 
+@long("eager")
 @pytest.mark.parametrize("gpu", (True, False), ids=("fused", "eager"))
 def test_a_selective_region_keeps_more_and_computes_less(gpu: bool) -> None:
     plain, full, some = _planned(None, gpu), _planned(FULL, gpu), _planned(SELECTIVE, gpu)

@@ -19,7 +19,7 @@ from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.report import layout_dict
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner import peaks
 from tests.planner.counted import Counted, differences, trained
 
@@ -144,6 +144,7 @@ def test_what_no_backward_comes_to_has_no_gradient(part: str, pool: Pool) -> Non
     _check(part, LAYOUTS["tensor"], pool, part != "function")
 
 
+@long("fsdp_kept")
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_kept"])
 def test_what_keeps_no_graph_is_not_run_again(name: str, pool: Pool) -> None:
     _check("no_grad", LAYOUTS[name], pool)
@@ -153,6 +154,7 @@ def _peak(part: str, layout: dict[str, Any]) -> int:
     return peaks.trained(Model(part), DataLoader([_batch()] * 8, batch_size=None), layout)[0]  # type: ignore[arg-type]
 
 
+@long()
 @slow(but=["no_grad-fsdp_kept"])
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_kept"])
 @pytest.mark.parametrize("part", ["mlp", "inside", "loss", "no_grad"])

@@ -18,7 +18,7 @@ from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.report import layout_dict
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner import peaks
 from tests.planner.counted import Counted, differences, trained
 
@@ -83,6 +83,7 @@ def _peak(kind: str, layout: dict[str, Any]) -> int:
     return peaks.trained(Model(*KINDS[kind]), _loader(), layout)[0]
 
 
+@long()
 @slow(but=["given"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_sent(kind: str, pool: Pool) -> None:
@@ -93,6 +94,7 @@ def test_what_is_sent(kind: str, pool: Pool) -> None:
     assert not differences(pool.run(4, _real, kind, layout), said)
 
 
+@long()
 @slow(but=["cut"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lives(kind: str, pool: Pool) -> None:

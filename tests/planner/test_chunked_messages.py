@@ -8,7 +8,7 @@ import pytest
 
 from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.published import measured_time, predicted, rows
 from tests.planner.test_counts import BATCH
 from tests.tensor.test_counts import Counted
@@ -24,6 +24,7 @@ def test_chunks_save_what_asynchronous_tensor_parallelism_was_measured_to(hidden
     assert saved == pytest.approx(measured_time(beside) / measured_time(plain), abs=0.02)
 
 
+@long()
 def test_nothing_is_saved_of_small_messages_nor_on_cpus() -> None:
     layout, (machine, _) = {"tensor_parallel_size": 2, "shard_residual": True}, read_machine("8xH100")
     for one in (machine, replace(machine, gpu=False)):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_par.__main__ import main
 from lightning_par.planner.cli_config import read_config
 from lightning_par.planner.recording.given_batch import read_batch
+from tests.helpers.slow import long
 
 
 class Layers(LightningModule):
@@ -76,6 +77,7 @@ def test_a_plan_needs_no_more_than_the_yaml_and_a_machine(tmp_path: Path, capsys
     assert "Layers on 4 x H100" in out and "bf16-mixed" in out and "batch_size=4 in the DataLoader" in out
 
 
+@long("any")
 @pytest.mark.parametrize("more", [[], ["--layout", '{"data_parallel_size": 4}']], ids=["any", "layout"])
 def test_a_step_is_on_as_many_batches_as_the_yaml_accumulates(
     more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import AXES
 
 BATCH = torch.ones(4, 8)
@@ -77,6 +77,7 @@ def test_it_sends_what_a_dry_run_counts(module: Any, layout: dict[str, Any], pre
     assert _planned(module, layout, **clip)["ranks"][0]["sent"] == _dry(module, layout, **clip)
 
 
+@long()
 @slow("tensor")
 @pytest.mark.parametrize(("layout", "part"), [(TENSOR, "tensor"), (TENSOR | FSDP, "replicas")], ids=["tensor", "fsdp"])
 def test_by_value_it_sends_nothing_and_takes_less_time(layout: dict[str, Any], part: str) -> None:

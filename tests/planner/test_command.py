@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_par import plan
 from lightning_par.__main__ import main
+from tests.helpers.slow import long
 
 MODULE = """
 import torch
@@ -42,6 +43,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@long()
 def test_a_layout_alone_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     layout = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "microbatches": 2}'
     asked = ["plan", f"{file}:gpt", "--batch", f"{file}:batch", "--machine", "8xH100", "--layout", layout, "--json"]
@@ -69,6 +71,7 @@ def test_small_models_are_told_in_small_units() -> None:
     assert " B " in shown and " GB" not in shown and "samples/s" in shown and "tokens/s" not in shown
 
 
+@long()
 def test_a_table_and_what_to_write(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", f"{file}:gpt", "--batch", f"{file}:batch", "--machine", "8xH100", "--precision", "bf16-mixed"]
     assert main(asked) == 0
@@ -79,6 +82,7 @@ def test_a_table_and_what_to_write(file: str, capsys: pytest.CaptureFixture[str]
     assert "\n*" in out  # the marked one
 
 
+@long("gpt-torn_batch-more3-The step can't be run on this batch without values")
 @pytest.mark.parametrize(
     ("module", "batch", "more", "said"),
     [

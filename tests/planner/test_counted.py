@@ -9,7 +9,7 @@ import pytest
 from lightning_par.planner.replay.replay_run import ReplayRun
 from lightning_par.planner.replay.untold import UntoldError
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import CASES, LAYOUTS, TWO, differences, planned, planner, ranks_of, run
 
 UNSPREAD = {"data", "ring", "ulysses", "all_gather", "ring_4"}
@@ -38,6 +38,7 @@ embedding, of which the module that it is named by is not called; stages whose v
 size of the whole batch though nothing of it."""
 
 
+@long(but=["mlp_custom_autograd-ring", "mlp_gradient_penalty-fsdp"])
 @slow(
     but=[
         "mlp_branches-tensor",
@@ -55,6 +56,7 @@ def test_steps_of_other_kinds_send_what_was_said(row: str, pool: Pool) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
+@long()
 def test_what_goes_by_masks_of_a_split_batch_is_counted() -> None:
     assert planned("hf_mixtral", LAYOUTS["ring"])[0].sent["sequence"]
 
@@ -80,6 +82,7 @@ def test_gradients_that_a_step_asks_of_its_batch_are_counted() -> None:
 MIXED = [(case, name) for case in ("gpt", "gpt_tied", "hf_llama", "mlp_deep") for name in TWO]
 
 
+@long(but=["gpt-shard_residual", "gpt_checkpointed-fsdp_kept", "gpt_parallel-fsdp"])
 @slow(but=DEFAULT)
 @pytest.mark.parametrize(("case", "name"), ROWS, ids=[f"{case}-{name}" for case, name in ROWS])
 def test_each_rank_holds_and_sends_what_was_said(case: str, name: str, pool: Pool) -> None:
@@ -101,6 +104,7 @@ CLIPPED = [(case, name) for case in ("gpt", "gpt_tied", "mlp_deep", "lstm") for 
            if (case, name) not in IMPOSSIBLE]  # fmt: skip
 
 
+@long("gpt_tied-1f1b")
 @slow(but=["gpt_tied-1f1b", "mlp_deep-fsdp"])
 @pytest.mark.parametrize(("case", "name"), CLIPPED, ids=[f"{case}-{name}" for case, name in CLIPPED])
 def test_what_the_clip_sends_was_said(case: str, name: str, pool: Pool) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from lightning_par.planner import plan
 from lightning_par.sequence import scheme
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.tensor.test_counts import FFN, KV, LAYERS, Counted, V, b, h, s
 
 BATCH = torch.zeros(b, s, dtype=torch.long)
@@ -25,6 +25,7 @@ def planned(layout: dict[str, Any], mlp: str = "swiglu", devices: int = 2) -> di
     return dict(one)
 
 
+@long()
 @slow("False-gelu", "True-swiglu", "False-swiglu")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("sharded", [False, True])
@@ -34,6 +35,7 @@ def test_the_tensor_axis_sends_four_all_reduces_a_layer(mlp: str, sharded: bool)
     assert sent["tensor"] == 73_728 * 4 + 192 * 4 + labels
 
 
+@long()
 @slow("65536-8192")
 @pytest.mark.parametrize(("small", "elements"), [(0, 12_288), (scheme.SMALL, 8_192)])
 def test_a_ring_sends_keys_and_values_three_times(small: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +45,7 @@ def test_a_ring_sends_keys_and_values_three_times(small: int, elements: int, mon
     assert planned({"sequence_parallel_size": 2, "attention": "ring"})["sent"]["sequence"] == elements * 4 + 2 * 4
 
 
+@long()
 def test_a_pipeline_sends_the_residual_stream_there_and_its_gradient_back() -> None:
     sent = planned({"pipeline_parallel_size": 2, "microbatches": 2})["sent"]
     assert sent["pipeline"] == b * s * h * 4  # each rank one way
@@ -77,12 +80,14 @@ def test_the_sizes_are_those_of_the_example() -> None:
     assert (LAYERS, h, KV, FFN, V, b, s) == (4, 64, 16, 172, 96, 2, 32)
 
 
+@long()
 def test_what_leaves_a_host_is_told_apart() -> None:
     found = planned({"data_parallel_size": 4, "tensor_parallel_size": 4}, devices=16)
     assert found["sent_between_hosts"]["tensor"] == 0  # 4 of a host's 8
     assert found["sent_between_hosts"]["data"] == found["sent"]["data"] / 2  # 2 of 4 replicas are on a host
 
 
+@long()
 def test_what_is_computed_again_is_sent_again() -> None:
     layout = {"tensor_parallel_size": 2}
     once, twice = (

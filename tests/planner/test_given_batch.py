@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import dry_run, plan
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYOUT = {"tensor_parallel_size": 2}
 
@@ -54,6 +54,7 @@ def _sent(module: Any, batch: Any) -> float:
     return float(found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"])
 
 
+@long()
 @slow("Doubled-*-True", "Twice-*-False", "Twice-batch1-8-True")
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize(
@@ -85,6 +86,7 @@ class Unused(Module):
         raise AssertionError("the datamodule's comes before it")
 
 
+@long()
 @slow("Unused")
 @pytest.mark.parametrize("kind", [Module, Unused])
 def test_a_datamodules_hooks_come_before_the_modules(kind: Any) -> None:
@@ -104,6 +106,7 @@ class Raises(Module):
         raise KeyError("rows")
 
 
+@long("Raises-raises KeyError: 'rows'")
 @pytest.mark.parametrize(("kind", "why"), [(Encodes, "of the batch, which "), (Raises, "raises KeyError: 'rows'")])
 def test_what_hooks_can_not_make_is_told(kind: Any, why: str) -> None:
     notes = plan(kind, torch.ones(4, 8), "4xH100", devices=2, layout=LAYOUT).notes

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_par import plan
+from tests.helpers.slow import long
 
 B, T, C, HEADS = 4, 256, 64, 4
 
@@ -50,6 +51,7 @@ def _activations(module: LightningModule, precision: str = "32-true") -> int:
     return int(found.as_dict()["layouts"][0]["ranks"][0]["activations"])
 
 
+@long("0.0")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_keeps_what_fused_attention_keeps(dropout: float) -> None:
     scores = B * HEADS * T * T * 4

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_par import dry_run, plan
 from lightning_par.planner.memory.live_bytes import LiveBytes
+from tests.helpers.slow import long
 
 ROWS, CLASSES, RANKS = 512, 16384, 2
 
@@ -37,6 +38,7 @@ class Head(L.LightningModule):
 BATCH = [torch.zeros(ROWS, 8), torch.zeros(ROWS, dtype=torch.long)]
 
 
+@long(but=["32-true-1-3"])
 @pytest.mark.parametrize(
     ("precision", "ranks", "copies"), [("32-true", 1, 3), ("32-true", RANKS, 2), ("bf16-mixed", RANKS, 2.5)]
 )

@@ -16,7 +16,7 @@ from lightning_par.planner.machine.probe import measure
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.times.shared_cores import simulate_shared
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.marked import CASES, compare
 
 LINK = Link(6e8, 2e-4, 0.0)
@@ -45,6 +45,7 @@ def test_ranks_that_wait_leave_their_cores_to_others(name: str) -> None:
     assert work <= shared < crowded
 
 
+@long()
 def test_python_of_each_axis_is_in_the_prediction() -> None:
     case = CASES["gpt"]
     planner = Planner(case.module, next(iter(DataLoader(case.data(), 8))), CPUS, fused=False)
@@ -59,6 +60,7 @@ def test_python_of_each_axis_is_in_the_prediction() -> None:
     assert more["pipeline"] > 8 * 3e-3  # of microbatches
 
 
+@long()
 def test_layouts_are_trained_in_turns(pool: Pool, tmp_path: Path) -> None:
     file = tmp_path / "cpus.yaml"
     file.write_text(machine_yaml(replace(CPUS, devices=2)))

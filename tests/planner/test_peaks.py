@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import CASES, LAYOUTS, ranks_of
 from tests.planner.peaks import WITHIN, planned, run
 from tests.planner.test_counted import IMPOSSIBLE
@@ -17,6 +17,7 @@ ROWS += [("mlp_gradient_penalty", name) for name in ("fsdp", "fsdp_kept")]
 DEFAULT = ["lstm-fsdp", "gpt_checkpointed-zbv", "mlp_gradient_penalty-fsdp"]
 
 
+@long(but=["lstm-fsdp"])
 @slow(but=DEFAULT)
 @pytest.mark.parametrize(("case", "name"), ROWS, ids=[f"{case}-{name}" for case, name in ROWS])
 def test_memory_peaks_where_the_plan_says(case: str, name: str, pool: Pool) -> None:
@@ -33,6 +34,7 @@ def test_memory_peaks_where_the_plan_says(case: str, name: str, pool: Pool) -> N
 MIXED = [("gpt", "data"), ("gpt", "fsdp"), ("hf_llama", "tensor"), ("hf_llama", "1f1b"), ("hf_llama", "ring")]
 
 
+@long()
 @slow(but=["gpt-fsdp"])
 @pytest.mark.parametrize(("case", "name"), MIXED, ids=[f"{case}-{name}" for case, name in MIXED])
 def test_memory_peaks_where_the_plan_says_under_autocast(case: str, name: str, pool: Pool) -> None:

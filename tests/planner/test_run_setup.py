@@ -16,7 +16,7 @@ from lightning_par.planner.replay import replay_run
 from lightning_par.planner.report import Plan
 from lightning_par.private.fake_tensors import WITHOUT_VALUE
 from lightning_par.trial.fake_functions import run_on_fakes
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import APART
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -152,6 +152,7 @@ class ByHandTwice(Module):
         return [torch.optim.Adam(self.first.parameters()), torch.optim.Adam(self.last.parameters())]
 
 
+@long()
 @slow("residual")
 @pytest.mark.parametrize("layout", [TENSOR, TENSOR | {"shard_residual": True}], ids=["tensor", "residual"])
 def test_what_backwards_send_that_the_step_runs_is_counted(layout: dict[str, Any]) -> None:
@@ -203,6 +204,7 @@ class Required(Held):
         return super().training_step(batch)
 
 
+@long()
 @slow("False-Held", "True-Required", "False-Required")
 @pytest.mark.parametrize("kind", [Held, Required])
 @pytest.mark.parametrize("is_there", [False, True])
@@ -269,6 +271,7 @@ def test_what_lengths_in_the_batch_tell_is_known() -> None:
     assert not found.notes and found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"] == counted > 0
 
 
+@long()
 def test_a_layout_of_which_values_decide_what_it_sends_is_ruled_out_by_the_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_par import dry_run, plan
 from lightning_par.pipeline.trial.samples import by_sample
 from lightning_par.planner.layouts import pipelines
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 PIPE = {"pipeline_parallel_size": 2, "microbatches": 4}
 BATCH = torch.ones(8, 16)
@@ -81,6 +81,7 @@ def refusal(call: Any, *args: Any, **asked: Any) -> str:
     return str(caught.value)
 
 
+@long("ByNorm")
 @slow("Pairs", "Spread", "Norm")
 @pytest.mark.parametrize("kind", [*MIXES, ByIterator], ids=lambda kind: kind.__name__)
 def test_a_layout_that_a_run_refuses_is_refused_in_its_words(kind: type[Plain]) -> None:
@@ -106,6 +107,7 @@ def test_a_search_offers_no_microbatches_where_samples_mix(kind: type[Plain]) ->
     assert any("samples need one another: " in one.reason for one in found.ruled_out)
 
 
+@long()
 @slow("Plain")
 @pytest.mark.parametrize("kind", [Plain, Masked], ids=lambda kind: kind.__name__)
 def test_microbatches_of_samples_that_do_not_mix_are_offered(kind: type[Plain]) -> None:
@@ -137,6 +139,7 @@ class Tied(Plain):
         return self.last(x).square().mean()
 
 
+@long()
 def test_each_schedule_is_asked_of_the_trial() -> None:
     found = plan(Tied, BATCH, "2xH100", devices=2)
     listed = {one.candidate.schedule for one in found.layouts if one.candidate.layout.pipeline > 1}

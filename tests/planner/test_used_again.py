@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import APART, AXES
 
 FSDP = {"data_parallel_size": 2, "data_parallel": "fsdp"}
@@ -74,6 +74,7 @@ class Attends(Twice):
         return super().training_step(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
+@long()
 @slow(but=["Before-fsdp_tensor"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", [Twice, Penalized, Before, Transposed, Attends])

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_par import dry_run, plan
 from lightning_par.planner.recording.updates import WeightCall, WeightMessage, messages_of
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import APART, AXES, ranks_of
 
 
@@ -105,6 +105,7 @@ KINDS = [Twins, InPlace, Assigns, Copies, Normalizes, Mixes, Lists, Averages]
 ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
 
 
+@long()
 @slow(but=["Assigns-stages"])
 @pytest.mark.parametrize(("kind", "layout"), ROWS, ids=[f"{kind.__name__}-{layout}" for kind, layout in ROWS])
 def test_each_rank_holds_and_sends_what_was_said(kind: type[Twins], layout: str) -> None:
@@ -129,6 +130,7 @@ class Between(InPlace):
         self.update()
 
 
+@long()
 def test_what_hooks_send_is_said_not_to_be_known() -> None:
     told = [plan(kind, [torch.ones(4, 8)], "8xH100", devices=2, layout=STAGES).notes for kind in (InPlace, Between)]
     wanted = "not known: what on_train_batch_end of the module sends, as of weights of other ranks"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.pretrained.adapted import BATCH, LENGTH, trained
 
 L, r, h, FFN, KV = 2, 4, 32, 64, 16
@@ -50,6 +50,7 @@ def _calls(rank: dict[str, Any], *axes: str) -> Counter[tuple[str, str, int]]:
     return Counter((t.purpose, t.verb, t.numel) for t in rank["transfers"] if t.axis in axes and t.purpose != "clip")
 
 
+@long()
 @slow(but=["lora"])
 @pytest.mark.parametrize("adapter", EXPECTED)
 def test_activations_move_as_often_as_the_base_needs(pool: Pool, adapter: str) -> None:

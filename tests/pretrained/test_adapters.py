@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.pretrained.adapted import ADAPTERS, LAYOUTS, REPLICAS, STEPS, trained
 
 TOLERANCE = 1e-9
@@ -25,6 +25,7 @@ def _check(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
         assert (found[name] - x).abs().max().item() <= TOLERANCE * max(x.abs().max().item(), largest), name
 
 
+@long("lora-tensor")
 @slow(but=FAST)
 @pytest.mark.parametrize("row", ROWS)
 def test_an_adapter_trains_as_on_one_device(pool: Pool, row: str) -> None:

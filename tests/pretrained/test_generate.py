@@ -20,7 +20,7 @@ from transformers import (
 
 from lightning_par import HybridParallelStrategy, LayerPlacementStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 VOCABULARY = 48
 PROMPT = torch.tensor([[5, 6, 7], [8, 9, 10]])
@@ -181,6 +181,7 @@ def _differences(pool: Pool, name: str, layout: str, length: int, where: tuple[s
     return found
 
 
+@long()
 @slow(but=["tensor-gpt2"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -209,6 +210,7 @@ def test_text_that_a_callback_generates_while_predicting_is_one_devices(pool: Po
 SPLIT = [layout for layout in LAYOUTS if layout not in ("data", "fsdp")]  # else each replica has batches of its own
 
 
+@long()
 @slow(but=["1f1b-gpt2"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "by hand"])
 @pytest.mark.parametrize("layout", SPLIT)
@@ -246,6 +248,7 @@ def alone(layout: dict[str, Any]) -> None:
     trainer.fit(Alone("gpt2", 4, ("alone",)), loader)
 
 
+@long()
 @slow(but=["1f1b"])
 @pytest.mark.parametrize("layout", ["1f1b", "tensor", "fsdp"])
 def test_a_rank_that_generates_alone_is_told_at_once(pool: Pool, layout: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_par.sharded.packed_parameters import constituents, is_packed
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.pretrained.adapted import LAYOUTS, REPLICAS
 from tests.pretrained.quantized import STEPS, Packed, Unseeded, Wrapped, trained
 
@@ -20,6 +20,7 @@ PLACED = ["pipeline", "placement", "pipeline-tensor"]
 ROWS = [f"{kind}-{layout}" for kind in ("packed", "repacked", "wrapped") for layout in LAYOUTS if layout not in PLACED]
 
 
+@long("packed-fsdp")
 @slow(but=FAST)
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_beside_quantized_weights_trains_as_on_one_device(pool: Pool, row: str) -> None:

@@ -26,7 +26,7 @@ from transformers import (
 from lightning_par import HybridParallelStrategy
 from lightning_par.checkpoint.files import make_checkpoint_io
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 VOCABULARY, LENGTH, SIZE = 48, 8, "20KB"  # of a file, of which there are several
 
@@ -169,6 +169,7 @@ ROWS = [
 _QUICK = ["llama-tensor-first-batch", "llama-pipeline-first-batch"]
 
 
+@long("llama-pipeline-first-batch")
 @slow(but=_QUICK)
 @pytest.mark.parametrize(("name", "layout", "who", "hook"), ROWS, ids=["-".join(row) for row in ROWS])
 def test_what_is_saved_between_steps_has_one_devices_bytes(

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from lightning_par import HybridParallelStrategy
 from tests.checkpoint.test_checkpoints import quiet
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 ROWS, BATCH = 22, 2
 VALUES = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(3)).double()
@@ -204,6 +204,7 @@ def test_a_run_goes_on_between_epochs(
 KINDS = ["augmented", "generator", "weighted", "two", "stream", "stateful", "half stateful"]
 
 
+@long("augmented-3")
 @slow(
     "generator*", "weighted*", "*stateful-3", "two-3", "stream-3", "augmented-1", "two-1", "half stateful-1", "stream-1"
 )

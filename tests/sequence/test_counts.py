@@ -29,7 +29,7 @@ from lightning_par.sharded.run_state import RunState
 from tests.benchmarks.pipeline_step import GPT, Sizes
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.tensor.test_counts import KV, LAYERS, Attention, Counted, V, b, h, s
 
 PRODUCT = {"ulysses": 2, "ring": 2}
@@ -132,6 +132,7 @@ def count(kv: int, window: int = 1, small: int = FEW, **options: Any) -> Books:
 SCHEMES = [("ring", 2), ("all_gather", 2), ("ulysses", 2), ("ring", 4), ("all_gather", 4), (PRODUCT, 4)]
 
 
+@long()
 @slow(but=["all_gather-2-fewer key heads"])
 @pytest.mark.parametrize("kv", [h, KV], ids=["as many key heads", "fewer key heads"])
 @pytest.mark.parametrize(("attention", "c"), SCHEMES, ids=str)
@@ -178,6 +179,7 @@ def test_nothing_gathers_in_a_language_model(case: str, pool: Pool) -> None:
         assert not [t for t in books.moved if t.purpose in ("gather", "scatter")]
 
 
+@long()
 @slow("gqa_repeat")
 @pytest.mark.parametrize("case", ["gpt", "gqa_repeat"])
 def test_nothing_gathers_where_weights_are_split_too(case: str, pool: Pool) -> None:
@@ -207,6 +209,7 @@ def test_what_gathers_is_counted_and_in_the_plan(pool: Pool) -> None:
         assert planned[2] == 1
 
 
+@long()
 def test_gradients_are_summed_once_a_window_over_data_and_sequence(pool: Pool) -> None:
     size = sum(p.numel() + 1 for p in Net(KV).parameters())  # and whether there is one
     for books in pool.run(4, count, KV, window=3, sequence_parallel_size=2):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_par import SequenceParallelStrategy
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 P = 0.4
 
@@ -79,6 +79,7 @@ def _flat(seen: Seen) -> list[Tensor]:
     return [*seen.losses, *seen.masks, *seen.attended, *seen.states, *seen.weights.values()]
 
 
+@long()
 @slow("ulysses", "all_gather")
 @pytest.mark.parametrize("attention", ["ring", "all_gather", "ulysses"])
 def test_dropout_repeats_and_differs_between_shards(attention: str, pool: Pool) -> None:

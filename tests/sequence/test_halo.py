@@ -17,7 +17,7 @@ from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.models.convolutional import CausalConv
 from tests.helpers.pool import Pool
 from tests.helpers.rule_check import KINDS, Case, check
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
 from tests.rule_cases.convolution import CASES
 from tests.sequence.test_counts import Books, fit
@@ -87,6 +87,7 @@ def rows_sent(positions: Positions, ranks: int, rank: int) -> int:
     return total
 
 
+@long()
 @slow("contiguous")
 @pytest.mark.parametrize(
     ("attention", "order", "ranks"), [("ulysses", contiguous, 2), ("ring", zigzag, 4)], ids=["contiguous", "zigzag"]

@@ -17,6 +17,7 @@ from torchmetrics.text import Perplexity
 from lightning_par import SequenceParallelStrategy
 from lightning_par.verdict.compare import compare_tensors, flat
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 from tests.sequence.test_input import Mix
 
 V = 16
@@ -112,6 +113,7 @@ def _tensors(result: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     return numbers, {name: x for name, x in values.items() if name not in numbers}
 
 
+@long()
 def test_a_whole_run_is_one_devices(pool: Pool) -> None:
     expected, others = _tensors(pool.run(1, _whole_run)[0])
     for result in pool.run(2, _whole_run):

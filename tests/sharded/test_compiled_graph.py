@@ -18,6 +18,7 @@ from lightning_par.sharded.aliases import Memory, note
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.parameter import sharded_parameter
 from lightning_par.sharded.run_state import RunState
+from tests.helpers.slow import long
 
 C = 8
 
@@ -126,6 +127,7 @@ def test_a_block_gives_what_it_gives_uncompiled(kind: type[Block]) -> None:
     assert len(backend.graphs) == {Block: 1, Drops: 3}.get(kind, len(backend.graphs))
 
 
+@long()
 def test_what_changes_is_seen() -> None:
     block, backend = split(Block()), Backend()
     block.compile(backend=backend)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 BATCH = 16
 
@@ -157,6 +157,7 @@ def _summing(kind: type[nn.Parameter]) -> Penalized:
     return module
 
 
+@long("tensor")
 @pytest.mark.parametrize("layout", [TENSOR, FSDP], ids=["tensor", "fsdp"])
 def test_one_that_goes_on_otherwise_than_torchs_stays_whole(layout: dict[str, Any], pool: Pool) -> None:
     for weights in pool.run(2, _own_ways, layout):

@@ -25,7 +25,7 @@ from lightning_par import (
     TensorParallelStrategy,
 )
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 C, BLOCKS, STEPS = 8, 4, 3
 
@@ -206,6 +206,7 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (torch.as_tensor(x) - expected[key]).abs().max() <= 1e-9, key
 
 
+@long()
 @slow(but=["in place-fsdp"])
 @pytest.mark.parametrize(("way", "name"), ROWS)
 def test_blocks_stay_compiled(way: str, name: str, expected: Callable[..., Any], pool: Pool) -> None:
@@ -252,6 +253,7 @@ def _saved(name: str | None, file: str) -> list[str]:
     return list(module.state_dict())
 
 
+@long()
 def test_a_checkpoint_of_wrappers_goes_from_layout_to_layout(tmp_path: Path, pool: Pool) -> None:
     one, moved = (str(tmp_path / name) for name in ("one.ckpt", "moved.ckpt"))
     for file, names in ((one, (None, None)), (moved, ("pipeline", None))):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, loader, trainer
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -72,6 +72,7 @@ def _fit(layout: dict[str, Any] | None) -> dict[str, Any]:
     return t.logger.writer.seen  # type: ignore[union-attr]
 
 
+@long("pipeline")
 @slow("placement")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_and_gradients_for_a_logger_are_one_devices(pool: Pool, layout: str) -> None:

@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 
 from lightning_par import TensorParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,6 +179,7 @@ def _wait_until_gone(group: int) -> None:
         time.sleep(0.1)
 
 
+@long()
 @slow("spawn", "torchrun", "fork")
 @pytest.mark.parametrize("start_method", RUNS)
 def test_every_start_method_trains_and_hands_the_weights_back(runs: Runs, start_method: str) -> None:

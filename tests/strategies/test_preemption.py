@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tests.endurance.signal_job import STRATEGIES, Loader, Net
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 
 class Sends(Callback):
@@ -163,6 +163,7 @@ def _shown(case: dict[str, Any]) -> list[Any]:
 SIGTERM = [143, "SIGTERMException True"]
 
 
+@long()
 def test_where_a_run_stops_and_what_it_saves(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(2, _common, tmp_path)
     assert not _differ(ranks)
@@ -230,6 +231,7 @@ class Draws(Callback):
             torch.rand(3)
 
 
+@long()
 def test_data_that_is_drawn_is_gone_on_with_from_within_a_validation(pool: Pool, tmp_path: Path) -> None:
     assert max(pool.run(2, _resumes, tmp_path / "run", "on_validation_batch_start", 2)) < 1e-9
 

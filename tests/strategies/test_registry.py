@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 CLASSES = {
     "tensor_parallel": "TensorParallelStrategy",
@@ -158,6 +158,7 @@ except SystemExit:
 """
 
 
+@long()
 @slow("pytorch_lightning")
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_string_without_import(namespace: str, said: Outputs) -> None:

@@ -23,6 +23,7 @@ from lightning_par.sharded.patches import WORKER_SIGNALS
 from lightning_par.strategies.grace import check_grace_period, kill_wait, requeue, seconds_left
 from lightning_par.strategies.signals import Signals
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 
 NUMBER = signal.SIGUSR2
 
@@ -162,6 +163,7 @@ def _other_forks() -> tuple[set[int], int]:
     return codes, got.qsize()
 
 
+@long()
 def test_other_forks_end_by_a_signal_as_ever(pool: Pool) -> None:
     assert pool.run(1, _other_forks) == [({-NUMBER}, 0)]
 

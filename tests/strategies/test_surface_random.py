@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import CLASSES, Net, check, kept, loader, metrics, trainer, weights
 
 REPLICATED = dict(embedding=0.3, residual=0.4)  # where activations are whole under tensor parallelism
@@ -90,6 +90,7 @@ def _watched(reentrant: bool | None, **rates: float) -> Any:
     return module.seen, weights(module), module.masks, module.states
 
 
+@long()
 @slow(but=["True"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_dropout_of_sharded_tensors(pool: Pool, reentrant: bool | None) -> None:
@@ -115,6 +116,7 @@ def test_dropout_of_sharded_tensors(pool: Pool, reentrant: bool | None) -> None:
     assert abs(share - SHARDED["hidden"]) < 0.03
 
 
+@long()
 def test_sharded_draws_do_not_move_the_shared_generator(pool: Pool) -> None:
     only_replicated = pool.run(2, _watched, None, **REPLICATED)[0]
     both = pool.run(2, _watched, None, **REPLICATED, **SHARDED)[0]
@@ -122,6 +124,7 @@ def test_sharded_draws_do_not_move_the_shared_generator(pool: Pool) -> None:
         assert torch.equal(mine[0], theirs[0])
 
 
+@long()
 @slow("True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_draws_the_forwards_masks_again(pool: Pool, reentrant: bool) -> None:

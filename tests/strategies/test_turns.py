@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, kept, trainer, weights
 
 
@@ -59,6 +59,7 @@ def _stopped(hook: str, strategy: Any) -> None:
     t.fit(Net(), data(), data(1))
 
 
+@long("PipelineParallelStrategy-on_validation_end")
 @slow("PipelineParallelStrategy-on_train_batch_end", "TensorParallelStrategy-on_validation_end")
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
 @pytest.mark.parametrize("strategy", [TensorParallelStrategy, PipelineParallelStrategy])

@@ -21,7 +21,7 @@ from lightning_par.mesh.chunks import SPEEDS, Speeds, chunks_of, how_many
 from lightning_par.mesh.positions import Positions
 from tests.helpers.accelerator import accelerator, device_type
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.test_counts import BATCH, planned
 from tests.tensor.test_counts import LAYERS, Counted, count, h, s
 from tests.tensor.test_hidden_messages import STEPS, Net
@@ -158,6 +158,7 @@ def train(how: str, chunked: bool) -> tuple[list[dict[str, Tensor]], dict[Any, i
     return module.gradients, dict(nbytes), dict(messages), predicted or []  # type: ignore[return-value]
 
 
+@long()
 @slow(but=["autocast"])
 @pytest.mark.parametrize("how", HOWS)
 def test_gradients_and_bytes_are_those_of_one_message(pool: Pool, how: str) -> None:

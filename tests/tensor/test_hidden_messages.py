@@ -22,7 +22,7 @@ from lightning_par.mesh.collectives import enter
 from lightning_par.sharded.rules.column_linear import column_linear, fits
 from tests.helpers.accelerator import accelerator
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.tensor.test_counts import Block, h, s
 
 STEPS = 2
@@ -170,6 +170,7 @@ def train(how: str, least: int) -> Any:
     return module.gradients, [(t.axis, t.verb, t.purpose, t.nbytes) for t in moved.transfers], apart.call_count
 
 
+@long("checkpointed")
 @slow("1f1b", "zbv", "residual-autocast", "plain", "accumulated", "hooked", "penalty", "frozen", "autocast")
 @pytest.mark.parametrize("how", HOWS)
 def test_messages_and_gradients_are_those_of_the_layer_as_it_is(pool: Pool, how: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_par
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import _Count
 
 C = 8
@@ -76,6 +76,7 @@ def _whole(*asked: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
 
 
 # Of the first, rows of the image are as many as tokens but one, of the other a run finds out that they make tokens.
+@long()
 @slow(but=["16-6-manual"])
 @pytest.mark.parametrize("manual", [True, False], ids=["manual", "automatic"])
 @pytest.mark.parametrize("samples", [6, 4])  # there are as many rows of patches as of the latter

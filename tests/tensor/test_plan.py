@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from lightning_par.tensor.plan import Split, TensorPlan, make_plan, styles_for
 from lightning_par.trial.trial_run import record_step
 from tests.helpers.models import MODELS
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 C, T = 24, 6
 
@@ -254,6 +254,7 @@ def _calls(layers: int) -> int:
     return calls
 
 
+@long()
 def test_the_work_of_recording_and_planning_grows_as_the_layers_do() -> None:
     plan_of(Deep(1), torch.randint(0, 512, (2, T)))  # torch sets its fake tensors up once
     few, some, many = map(_calls, (3, 6, 14))

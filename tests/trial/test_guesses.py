@@ -25,7 +25,7 @@ from lightning_par.trial.guessed_number import guessed
 from lightning_par.trial.guesses import EndlessError, Guesses, Trial, explore
 from lightning_par.trial.step import Step as StagedStep
 from lightning_par.trial.trial_run import quiet, record_step
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 Step = Callable[["Model", Any], Any]
 SCALAR = torch.empty((), device="meta")
@@ -196,6 +196,7 @@ STEPS: list[Step] = [
 ]  # fmt: skip
 
 
+@long("while_number")
 @slow(
     "asks_by_a_helper",
     "asserts_in_a_long_loop",
@@ -343,6 +344,7 @@ class Writes(Model):
     validation_step = Model.training_step
 
 
+@long()
 def test_a_loop_that_generates_is_known_by_a_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Guesses] = []
     monkeypatch.setattr(guesses, "Guesses", lambda patterns=None: runs.append(Guesses(patterns)) or runs[-1])
@@ -362,6 +364,7 @@ def test_a_loop_that_generates_is_known_by_a_few_turns(monkeypatch: pytest.Monke
     assert len(runs) == 1 and [*runs[0].asked.values()] == [9]
 
 
+@long()
 def test_a_question_of_each_layer_is_no_loop() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 PIPELINE, TENSOR, SEQUENCE = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -73,6 +73,7 @@ def _fit(folder: Path, layout: dict[str, Any], devices: int) -> str:
     return (folder / str(os.getpid())).read_text()
 
 
+@long("pipeline")
 @slow("* x *", "residual", "sequence", "placement")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_runs_as_often_before_training_as_said(pool: Pool, layout: str, tmp_path: Path) -> None:

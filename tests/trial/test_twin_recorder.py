@@ -22,7 +22,7 @@ from lightning_par.trial.batch_tensors import names_of, tensors_of
 from lightning_par.trial.recording import Recording
 from lightning_par.trial.trial_run import record_step
 from tests.helpers.models import MODELS
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 NAMES = ("hf_llama", "hf_bert", "hf_gpt2", "hf_t5", "hf_whisper", "hf_mixtral")
 C, TOKENS = 8, 6
@@ -100,6 +100,7 @@ def _ids() -> Tensor:
     return torch.randint(1, 16, (4, TOKENS))
 
 
+@long("Model")
 @pytest.mark.parametrize("kind", [Model, Writes])
 def test_a_split_run_tells_what_a_whole_one_would(kind: Any) -> None:
     _assert_alike(kind(), _ids())

@@ -32,7 +32,7 @@ from lightning_par.verdict import Finding, LayoutVerdict, Verdict, processes, re
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 ROOT = Path(__file__).parents[2]
 AXES = ["tensor_parallel", "pipeline_parallel", "sequence_parallel"]
@@ -180,6 +180,7 @@ CASES: list[tuple[str, list[Any]]] = [
 ]
 
 
+@long()
 @slow(but=["mlp_batch_norm-"])
 @pytest.mark.parametrize(("name", "layouts"), CASES, ids=lambda x: str(x) if isinstance(x, str) else "")
 def test_modules_that_are_equal_are_found_equal(pool: Pool, name: str, layouts: list[Any]) -> None:
@@ -208,6 +209,7 @@ def test_dropout_that_stays_on_is_equal_where_one_devices_is_drawn_and_else_the_
     )
 
 
+@long()
 def test_copies_of_the_model_are_compared_with_one_device_that_accumulates(pool: Pool) -> None:
     layouts = [dict(data_parallel_size=2), dict(data_parallel_size=2, tensor_parallel_size=2)]
     verdict, spoiled = pool.run(1, _both_copies, layouts)[0]

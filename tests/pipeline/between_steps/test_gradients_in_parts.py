@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, metrics, trainer, weights
 
 
@@ -69,6 +69,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
+@long()
 @slow("tensor")
 @pytest.mark.parametrize("parts", PARTS)
 def test_gradients_of_other_stages_in_parts_are_one_devices(pool: Pool, parts: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par import HybridParallelStrategy
 from tests.helpers import surface
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, loader, weights
 
@@ -115,6 +115,7 @@ def _fitted(kind: type[Any]) -> dict[str, Tensor]:
     return weights(model)
 
 
+@long("Average")
 @pytest.mark.parametrize("kind", [Average, Unread])
 def test_what_backward_does_not_read_may_be_written(pool: Pool, kind: type[Any]) -> None:
     check(pool, _fitted, kind)

@@ -20,7 +20,7 @@ from lightning_par import HybridParallelStrategy, PipelineParallelStrategy
 from lightning_par.mesh import handshake
 from lightning_par.sharded.tensor import full
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.optim.test_optimizers import Global
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
@@ -350,6 +350,7 @@ def agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@long()
 @slow("Weights", "Reads", "Counts", "Joint", "Overwrites", "Fills", "Calls", "Thaws")
 @pytest.mark.parametrize(
     "name", ["Reads", "Weights", "Turned", "Overwrites", "Counts", "Thaws", "Calls", "Fills", "Joint"]
@@ -361,6 +362,7 @@ def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str
         assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
 
 
+@long()
 def test_gradients_of_sharded_weights_are_one_devices_on_all_stages(pool: Pool) -> None:
     (expected,) = pool.run(1, fit, "ReadsParts")
     assert len(expected) > 8

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 PLAIN_GRAD: Any = torch.Tensor.grad
 LOG = logging.getLogger(f"lightning_par.{__name__}")  # other loggers hear only what one microbatch says
@@ -139,6 +139,7 @@ def found(kind: str) -> tuple[list[int], list[bool]]:
     return counts, watching.seen
 
 
+@long("plain", "never zeroed")
 @slow("accumulated", "kept")
 @pytest.mark.parametrize("kind", ["plain", "watched", "kept", "accumulated", "wrapped", "never zeroed"])
 def test_old_gradients_make_room_where_nobody_looks_at_them(pool: Pool, kind: str) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par import HybridParallelStrategy
 from tests.helpers import surface
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import CLASSES, Net, check, loader, metrics, weights
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
@@ -240,6 +240,7 @@ def _world(layout: dict[str, Any]) -> int:
     return 2 * sizes if "placement" in layout or "data_parallel" in layout else sizes
 
 
+@long(but=["of_containers-pipeline"])
 @slow(but=[f"{probe}-pipeline" for probe in [*PROBES][::4]])
 @pytest.mark.parametrize("cell", CELLS)
 def test_gradients_of_layers_between_steps_are_one_devices(cell: str, pool: Pool) -> None:

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from lightning_par import HybridParallelStrategy
 from tests.helpers import surface
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, loader, metrics, weights
 
@@ -99,6 +99,7 @@ def evaluated(kind: Callable[[], Net], samples: int, layout: dict[str, Any]) -> 
     return {"metrics": metrics(run), "weights": weights(module)}
 
 
+@long()
 @slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_step_that_swaps_weights_of_all_stages_is_one_devices(layout: dict[str, Any], pool: Pool) -> None:
@@ -143,6 +144,7 @@ class Generates(Net):
             layer.on = False
 
 
+@long()
 @slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_caches_that_layers_fill_in_a_validation_step_are_one_devices(layout: dict[str, Any], pool: Pool) -> None:

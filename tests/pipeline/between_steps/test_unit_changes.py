@@ -16,7 +16,7 @@ from lightning_par import HybridParallelStrategy
 from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.between_steps.unit_changes import UnitChanges
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, trained
 
 
@@ -71,6 +71,7 @@ def _fit(where: str, layout: dict[str, Any]) -> Any:
     return trained(module, loader(), partial(HybridParallelStrategy, **layout), max_epochs=2)
 
 
+@long()
 @slow("in a hook")
 @pytest.mark.parametrize("where", ["in a step", "in a hook"])
 def test_what_layers_keep_as_they_are_called_one_by_one_is_on_all_ranks(where: str, pool: Pool) -> None:
@@ -160,6 +161,7 @@ def _capture(how: str, layout: dict[str, Any]) -> Any:
     return trained(Captures(how), loader(), partial(HybridParallelStrategy, **layout), max_epochs=1)
 
 
+@long("a list")
 @slow(*HOW[1:-1])
 @pytest.mark.parametrize("how", HOW)
 def test_what_hooks_within_layers_keep_between_steps_is_on_all_ranks(how: str, pool: Pool) -> None:
@@ -248,6 +250,7 @@ def _refused(how: str) -> str:
     return str(error.value)
 
 
+@long("on one rank-Hooks on 'net.4' and what is in it are on pipeline rank 1 nowhere, and on rank 0 on net.4\\\\.")
 @pytest.mark.parametrize(
     ("how", "why"),
     [

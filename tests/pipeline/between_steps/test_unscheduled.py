@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par import HybridParallelStrategy, LayerPlacementStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, trained, trainer
 
 
@@ -323,6 +323,7 @@ def _fit(kind: str, layout: str) -> Any:
     return trained(MODULES[kind](), loader(12), LAYOUTS[layout][1], max_epochs=2)
 
 
+@long("Branches-pipeline", "Keeps-tensor", "UsesWeights-pipeline")
 @slow(
     but=[
         *(f"{kind}-pipeline" for kind in [*MODULES][::4]),
@@ -342,6 +343,7 @@ def _replicas(kind: str, copies: int) -> Any:
     return trained(MODULES[kind](), loader(16), strategy if copies == 4 else alone, max_epochs=2)["weights"]
 
 
+@long("Adversaries")
 @slow(but=["Adversaries", "Penalized"])
 @pytest.mark.parametrize("kind", ["Adversaries", "Assigns", "ByHand", "Sharpness", "UsesWeights", "Penalized", "Now"])
 def test_with_replicas_it_is_that_of_replicas_alone(kind: str, pool: Pool) -> None:
@@ -369,6 +371,7 @@ def _told(kind: str, **layout: Any) -> list[str]:
     return [str(one.message) for one in told if "layer by layer" in str(one.message)]
 
 
+@long("Branches-the step reads a value that depends on")
 @pytest.mark.parametrize(
     ("kind", "reason"), [("Branches", "the step reads a value that depends on"), ("ByHand", "ByHand optimizes by hand")]
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import CLASSES, Net, check, loader, trained, trainer
 from tests.pipeline.between_steps.test_unscheduled import LAYOUTS
 
@@ -171,6 +171,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
+@long("UsesWeights-pipeline")
 @slow(but=["Detaches-placement", "UsesWeights-pipeline"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_branches_by_values_are_one_devices(cell: str, pool: Pool) -> None:
@@ -186,12 +187,14 @@ def _told(kind: str, **layout: Any) -> list[str]:
     return [str(one.message) for one in told if "layer by layer" in str(one.message)]
 
 
+@long("Skips")
 @slow("Decays", "Scales", "Stored")
 @pytest.mark.parametrize("kind", ["Decays", "Scales", "Skips", "Stored", "UsesEarly"])
 def test_what_the_last_stage_can_decide_alone_has_a_schedule(kind: str, pool: Pool) -> None:
     assert pool.run(2, _told, kind) == [[], []]
 
 
+@long("Calls-calls 'net.0'")
 @slow("CallsLast-*", "Detaches-*")
 @pytest.mark.parametrize(
     ("kind", "what"),

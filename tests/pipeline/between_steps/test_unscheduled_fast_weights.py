@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, trained
 from tests.pipeline.between_steps.test_unscheduled import LAYOUTS, ByHand
 
@@ -157,6 +157,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
+@long("Automatic-placement")
 @slow(but=["Cloned-pipeline", "Automatic-placement", "Leaves-placement"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_steps_with_weights_of_their_own_are_one_devices(cell: str, pool: Pool) -> None:

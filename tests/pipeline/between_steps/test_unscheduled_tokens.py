@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, trained
 from tests.pipeline.between_steps.test_unscheduled import ByHand
 
@@ -132,6 +132,7 @@ def _fit(kind: str, layout: str) -> Any:
 CELLS = [f"{kind}-{layout}" for layout in LAYOUTS for kind in MODULES]
 
 
+@long()
 @slow(but=["TokensByHand-residual"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_step_of_tokens_without_a_schedule_is_one_devices(cell: str, pool: Pool) -> None:

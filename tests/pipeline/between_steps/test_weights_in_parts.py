@@ -12,7 +12,7 @@ import torch
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, metrics, trainer, weights
 
 
@@ -210,6 +210,7 @@ PARTS: dict[str, dict[str, Any]] = {
 KINDS = [Reads, Keeps, Copies, Changes, SharesGradients, SharesData, SharesVector, ReadsMoments, WritesMoments, Mixes]
 
 
+@long()
 @slow(but=["tensor-WritesMoments", "fsdp-Mixes"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", PARTS)

@@ -16,7 +16,7 @@ from lightning_par import HybridParallelStrategy, dry_run
 from lightning_par.mesh.replicas import PURPOSE
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.second_step import SecondStep
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 C, SAMPLES = 6, 12
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -107,6 +107,7 @@ def _by_hand(grads: bool) -> dict[str, Tensor]:
     return module.state_dict()
 
 
+@long("pipeline-True")
 @slow(but=["pipeline-True", "data-True"])
 @pytest.mark.parametrize("grads", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -131,6 +132,7 @@ def _sent(layout: dict[str, Any], devices: int) -> tuple[float, int]:
     return sum(found), len(found)
 
 
+@long()
 @slow(but=["data"])
 @pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "placement"])
 def test_a_dry_run_counts_what_is_gathered(pool: Pool, name: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 16 * 8, dtype=torch.float64).view(16, 8).mul(40).sin()
@@ -109,6 +109,7 @@ def _fit(kind: str, how: str, layout: dict[str, Any]) -> Any:
     return trained(Net(kind, how), DataLoader(BATCHES, batch_size=4), strategy)
 
 
+@long("codes-buffer data")
 @slow(
     "codes-buffer in_place",
     "codes-buffer replaced",

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, compare, loader, metrics, weights
 from tests.pipeline.effects.test_unit_outputs import Board
@@ -118,6 +118,7 @@ ROWS: dict[str, tuple[type[Hooked], str, str]] = {
 } | {"Removed": (Removed, "", "1f1b")}
 
 
+@long("Looks-modules-zbv")
 @slow(but=["Looks-modules-zbv", "Removed"])
 @pytest.mark.parametrize("row", ROWS)
 def test_what_hooks_in_backward_see_and_say_is_one_devices(pool: Pool, row: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 
 class Keeps(pl.LightningModule):
@@ -202,6 +202,7 @@ def _numbered(value: Any) -> Any:
 KINDS = [OnModules, OnActivations, OfForwardHooks, WithinUnits, WithParameters, ReadsFactor]
 
 
+@long(but=["WithinUnits-placement"])
 @slow(but=["OnActivations-zero bubble", "WithParameters-auto", "WithinUnits-placement"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", KINDS, ids=lambda kind: kind.__name__)

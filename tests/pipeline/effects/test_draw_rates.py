@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 DATA = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).view(12, 8).mul(40).sin()
@@ -76,6 +76,7 @@ def _fit(when: str, microbatches: int, kind: type[Rising] = Rising) -> Any:
     return trained(kind(when), DataLoader(DATA, batch_size=4), strategy, max_epochs=2)  # type: ignore[arg-type]
 
 
+@long("2-epoch")
 @slow("1-epoch", "2-batch")
 @pytest.mark.parametrize("when", ["epoch", "batch"])
 @pytest.mark.parametrize("microbatches", [1, 2])

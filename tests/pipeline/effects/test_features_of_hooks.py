@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import CLASSES, Net, check, kept, loader, trained, trainer, weights, world_size
 
 PLACED = {"placement": {"net": 0, "head": 1}}
@@ -144,6 +144,7 @@ def _trained(kind: type[Features], layout: dict[str, Any]) -> Any:
     return trained(kind(), loader(12), partial(HybridParallelStrategy, **layout), max_epochs=2)
 
 
+@long("placed-Listed")
 @slow(but=["placed-Listed", "cut-Spaced"])
 @pytest.mark.parametrize("kind", [Features, Listed, Spaced, ByDevice, OnStart], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("layout", [PLACED, CUT], ids=["placed", "cut"])
@@ -159,6 +160,7 @@ def _held(kind: type[Features], layout: dict[str, Any]) -> Any:
     return {"seen": {str(n): x for n, x in enumerate(bank.seen)}, "weights": weights(module)}
 
 
+@long("cut-Features")
 @slow(but=["cut-Features", "placed-InCallback"])
 @pytest.mark.parametrize("kind", [Features, InCallback], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("layout", [PLACED, CUT], ids=["placed", "cut"])

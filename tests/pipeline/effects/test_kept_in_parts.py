@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, metrics, trainer, weights
 
 
@@ -59,6 +59,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@long()
 @slow(but=["1f1b"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_hooks_keep_is_one_devices(pool: Pool, layout: str) -> None:

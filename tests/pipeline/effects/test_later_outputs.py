@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_par import PipelineParallelStrategy, dry_run
 from lightning_par.pipeline.program.joined_outputs import LoggedValues, unjoined
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
 
@@ -134,6 +134,7 @@ def _seen(kind: type[Any], strategy: dict[str, Any] | None) -> list[Any]:
 _ROWS = [(LogsNowAndThen, 2), (SetsNowAndThen, 1), (SetsNowAndThen, 2), (KeepsEarly, 1), (KeepsEarly, 2)]
 
 
+@long(but=["KeepsEarly-2"])
 @slow("SetsNowAndThen-1", "KeepsEarly-1")
 @pytest.mark.parametrize(("kind", "microbatches"), _ROWS)
 def test_what_some_batches_alone_log_keep_and_set_is_one_devices(

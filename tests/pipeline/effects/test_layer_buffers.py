@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.law.found import Base, C
 
 
@@ -89,6 +89,7 @@ def _run(kind: type[nn.Module], name: str, strategy: str, file: Path) -> Any:
     return saved, buffers, trainer.predict(module, DataLoader(batches, batch_size=None))
 
 
+@long()
 @slow("FillsWhatIsNone-b", "Registers-a", "Drops-b", "Drops-a", "FillsWhatIsNone-a")
 @pytest.mark.parametrize("name", ["a", "b"])  # on the first and on the last stage
 @pytest.mark.parametrize("kind", [FillsWhatIsNone, Registers, Drops])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 32 * 8, dtype=torch.float64).view(32, 8).mul(40).sin()
@@ -160,6 +160,7 @@ TOLD = [(way, when, count) for way in SET for when in ("always", "step") for cou
 TOLD += [(way, "small loss", 1) for way in ("rate", "schedule", "dataset", "training", "iterator")]
 
 
+@long("dataset-always-2")
 @slow(but=["dataset-always-2", "schedule-small loss-1"])
 @pytest.mark.parametrize(("way", "when", "microbatches"), TOLD)
 def test_what_a_step_sets_is_one_devices(way: str, when: str, microbatches: int, pool: Pool) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import compare, kept, trainer
 
 
@@ -59,6 +59,7 @@ def _changed(strategy: Any = None) -> Any:
     return data.losses, data.level, collects.losses, kept(getattr(t, "last_loss"))  # noqa: B009
 
 
+@long("strategy0")
 @pytest.mark.parametrize("strategy", [PipelineParallelStrategy(2, microbatches=1), TensorParallelStrategy(2)])
 def test_what_a_step_changes_of_its_trainer_is_one_devices(pool: Pool, strategy: Any) -> None:
     one = _changed()
@@ -92,6 +93,7 @@ def _rated(strategy: Any = None) -> Any:
     return kept(t.callback_metrics["rate"]), [p.detach().clone() for p in module.parameters()]
 
 
+@long("1")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_rate_that_is_a_tensor_is_one_devices(pool: Pool, microbatches: int) -> None:
     one = _rated()
@@ -141,6 +143,7 @@ def _recorded(strategy: Any = None) -> Any:
     return held, {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
+@long("strategy0")
 @slow("strategy1")
 @pytest.mark.parametrize(
     "strategy",

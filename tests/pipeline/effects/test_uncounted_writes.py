@@ -18,7 +18,7 @@ from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
 from lightning_par.sharded import patches
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, loader, metrics, weights
 
@@ -105,6 +105,7 @@ def _fit(kind: Callable[[], Net]) -> Any:
     return getattr(module, "seen", None), weights(module), metrics(t)
 
 
+@long()
 @slow("WritesWithin")
 @pytest.mark.parametrize("kind", [WritesBetween, WritesWithin])
 def test_what_is_written_is_one_devices(pool: Pool, kind: type[Net]) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, compare, kept, loader, metrics, weights
 
@@ -262,6 +262,7 @@ def _compared(pool: Pool, kind: type[Hooked], microbatches: Any, all_stages: boo
     assert lines == ranks[0][2] and not any(said or text for _, said, text in ranks[1:])
 
 
+@long()
 @slow(but=["3-Sums"])
 @pytest.mark.parametrize("kind", [Sums, Alike, Given, Twice], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -275,6 +276,7 @@ def test_what_needs_the_batch_whole_has_it_whole(pool: Pool, microbatches: Any) 
     _compared(pool, Whole, microbatches, False)
 
 
+@long("Writes")
 @slow("Third", "Texts", "Tries")
 @pytest.mark.parametrize("kind", [Third, Later, Texts, Writes, Tries], ids=lambda x: x.__name__)
 def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind: type[Hooked]) -> None:

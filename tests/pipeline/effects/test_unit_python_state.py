@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 SHAPES: list[tuple[int, ...]] = []
 
@@ -126,6 +126,7 @@ def _fit(make: Any, strategy: dict[str, Any] | None) -> list[Any]:
     return [module.read, [m.seen for m in module.modules() if isinstance(m, nn.Linear)], list(SHAPES)]
 
 
+@long()
 @slow(but=["True-{'microbatches': 1}"])
 @pytest.mark.parametrize("strategy", [{}, {"schedule": "interleaved_1f1b"}, {"microbatches": 1}], ids=str)
 @pytest.mark.parametrize("scales", [True, False])
@@ -139,6 +140,7 @@ def test_what_hooks_and_units_keep_is_one_devices_on_every_rank(
         torch.testing.assert_close(result, one, rtol=1e-9, atol=1e-12)
 
 
+@long()
 @slow("{'schedule': 'zbv'}")
 @pytest.mark.parametrize("strategy", [{"microbatches": 1}, {"schedule": "zbv"}], ids=str)
 def test_what_hooks_on_parameters_keep_is_one_devices_on_every_rank(pool: Pool, strategy: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).view(12, 8).sin()
@@ -83,6 +84,7 @@ def _fit_each() -> Any:
     return {way: _fit(Codebook(way)) for way in ways}
 
 
+@long()
 def test_a_buffer_is_written_into_by_another_object_for_it(pool: Pool) -> None:
     check(pool, _fit_each)
 

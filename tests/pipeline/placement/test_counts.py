@@ -16,7 +16,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from tests.helpers.models.convolutional import UNet
 from tests.helpers.models.dense import BackAndForth, Branches
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 B = 4  # samples in a batch
 FLOAT = 4
@@ -134,6 +134,7 @@ def test_each_value_that_crosses_is_sent_once_each_way(kind: str, microbatches: 
         assert found.moved.sent(purpose=THERE) == sum(values) * B * FLOAT
 
 
+@long()
 def test_nothing_else_is_sent_but_one_message_of_what_the_last_stage_did(books: Any) -> None:
     for kind in SENT:
         for found in books(kind):

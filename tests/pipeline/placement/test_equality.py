@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.law.test_equality import one_device as one_device  # a fixture
 
 SEED = {"fc1": 0, "fc2": 1, "fc3": 1, "fc4": 0}
@@ -106,6 +106,7 @@ def _reference(one_device: Callable[..., Result], row: Row, **more: Any) -> Resu
     return one_device(row.case, data_size=row.copies, **options, **more)
 
 
+@long()
 @slow(but=["mlp_reused_linear-010"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_placement_never_changes_results(
@@ -129,6 +130,7 @@ def test_in_low_precision_a_placement_errs_at_most_twice_as_much_as_one_device(
     assert not lines, "\n" + "\n".join(lines)
 
 
+@long()
 @slow("lstm-011", "unet-0101")
 @pytest.mark.parametrize("row", [Row("mlp_back_and_forth", SEED), Row("lstm", LSTM), Row("unet", UNET)], ids=str)
 def test_with_one_microbatch_the_checkpoint_is_bitwise_that_of_one_device(

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 import lightning_par
 from lightning_par import LayerPlacementStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 
 
 class Net(LightningModule):
@@ -282,6 +283,7 @@ class Tied(Net):
         return self.also(self.norm(self.up(self.down(self.up(x)))))
 
 
+@long()
 def test_what_may_be_trains(pool: Pool) -> None:
     for answer in pool.run(2, _allowed):
         assert {name: error for name, (error, _) in answer.items()} == dict.fromkeys(answer, "")

@@ -13,7 +13,7 @@ from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.alike_microbatches import AlikeMicrobatches
 from lightning_par.pipeline.run.replay import Replays
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.pipeline.run.test_replay import GPT, Block, UnforeseenDraws, _train
 
 
@@ -101,6 +101,7 @@ def _steps(make: type[GPT], how: str) -> Any:
         Replays.end = end  # type: ignore[method-assign]
 
 
+@long()
 @slow(but=["DrawsInBackward"])
 @pytest.mark.parametrize("make", [GPT, DrawsInBackward])
 def test_a_trusted_step_is_the_one_that_is_looked_at(pool: Pool, make: type[GPT]) -> None:

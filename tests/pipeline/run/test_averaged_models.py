@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 16 * 8, dtype=torch.float64).view(16, 8).mul(40).sin()
@@ -63,12 +63,14 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
     return trained(Averaged(way), DataLoader(BATCHES, batch_size=4), strategy)
 
 
+@long()
 @slow("first ema", "last mean", "kept ema", "kept mean")
 @pytest.mark.parametrize("way", ["first mean", "first ema", "last mean", "last ema", "kept mean", "kept ema"])
 def test_an_average_is_updated_as_on_one_device(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"pipeline_parallel_size": 2, "microbatches": 2})
 
 
+@long()
 @slow("last buffers")
 @pytest.mark.parametrize("way", ["first buffers", "last buffers"])
 def test_an_average_of_buffers_is_updated_as_on_one_device(way: str, pool: Pool) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_par.pipeline.run.backward import SplitBackward, backward
+from tests.helpers.slow import long
 
 D = 8
 
@@ -239,6 +240,7 @@ def _largest_difference(a: dict[str, Tensor | None], b: dict[str, Tensor | None]
     return max(differences, default=0.0)
 
 
+@long("compiled")
 @pytest.mark.parametrize("name", STAGES)
 def test_both_parts_leave_what_the_whole_leaves(name: str) -> None:
     stage, boundary, grads = _stage(name)

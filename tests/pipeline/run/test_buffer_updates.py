@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, dry_run
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
@@ -99,6 +99,7 @@ def _fit(way: str, layout: dict[str, Any]) -> Any:
     return trained(Pair(way), DataLoader(BATCHES, batch_size=4), strategy, use_distributed_sampler=False)  # type: ignore[arg-type]
 
 
+@long("copied")
 @slow("reset", "weights", "average")
 @pytest.mark.parametrize("way", ["copied", "average", "reset", "scaled", "weights"])
 def test_buffers_are_updated_as_on_one_device(way: str, pool: Pool) -> None:
@@ -116,6 +117,7 @@ def test_buffers_beside_weights_in_parts_are_updated(way: str, layout: dict[str,
     check(pool, _fit, way, layout, world=4)
 
 
+@long()
 @slow("again")
 @pytest.mark.parametrize("way", ["again", "read"])
 def test_other_uses_of_a_layers_buffers_have_no_schedule(way: str, pool: Pool) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 12 * 2 * 8, dtype=torch.float64).view(12, 2, 8).mul(9).sin()
@@ -42,6 +42,7 @@ def _fit(schedule: Any) -> Any:
     return trained(Views(), DataLoader(BATCHES, batch_size=4), partial(PipelineParallelStrategy, 2, schedule=schedule))  # type: ignore[arg-type]
 
 
+@long()
 @slow("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_layers_that_are_called_for_each_view_are_one_devices(schedule: str, pool: Pool) -> None:

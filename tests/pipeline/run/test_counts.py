@@ -22,7 +22,7 @@ from lightning_par import PipelineParallelStrategy, ScheduleTrace, ledger
 from lightning_par.pipeline.simulate import bubble, replay
 from lightning_par.private.process_groups import default_store
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.tensor.test_counts import Counted
 from tests.tensor.test_counts import V as V_EXAMPLE
 from tests.tensor.test_counts import s as LENGTH
@@ -213,6 +213,7 @@ def test_nothing_else_is_sent_but_one_message_of_what_the_last_stage_did(schedul
         assert sum(t.nbytes for t in rest) < 2000
 
 
+@long("zbv")
 @slow(but=["1f1b", "zbv"])
 @pytest.mark.parametrize("schedule", PLACEMENTS)
 def test_the_bubble_of_a_recorded_step_is_the_closed_form(schedule: str, books: Any) -> None:
@@ -243,6 +244,7 @@ def test_a_rank_holds_its_stages_and_no_more(schedule: str, books: Any) -> None:
         assert found.of_blocks == 2 * 4 * BLOCKS // RANKS
 
 
+@long()
 @slow("zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_tied_embedding_and_clipping_by_norm_cost_one_all_reduce_each(schedule: str, books: Any) -> None:
@@ -262,6 +264,7 @@ def example() -> Books:
     return count(Counted("swiglu"), 2, torch.randint(0, V_EXAMPLE, (2 * 8, LENGTH)), microbatches=4)
 
 
+@long()
 def test_the_worked_example(pool: Pool) -> None:
     for rank, found in enumerate(pool.run(2, example)):
         sent = [t for t in found.moved.transfers if t.verb == "send"]

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, trained
 
 
@@ -59,6 +59,7 @@ def _run(how: str, layout: dict[str, Any]) -> Any:
 FSDP: dict[str, Any] = {"data_parallel": "fsdp"}
 
 
+@long()
 @slow("tied and pruned", "pruned")
 @pytest.mark.parametrize("how", ["hooks", "pruned", "tied and pruned"])
 def test_of_weights_stored_in_parts(how: str, pool: Pool) -> None:

@@ -21,7 +21,7 @@ from lightning_par.pipeline.run.final_gradients import FinalGradients
 from lightning_par.pipeline.run.timetable import Event, Exchange
 from tests.helpers.accelerator import accelerator
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 WIDTH, STEPS = 4, 3
 
@@ -171,6 +171,7 @@ def _cases() -> Iterator[Any]:
     yield pytest.param("zbv", {"sizes": (4, 3)}, id="other-microbatches")
 
 
+@long()
 @slow(but=["a-window-of-two"])
 @pytest.mark.parametrize(("schedule", "options"), [*_cases()])
 def test_the_average_leaves_ahead_with_the_same_messages_and_is_one_devices(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
@@ -109,12 +109,14 @@ WAYS = [
 ]
 
 
+@long(but=["which"])
 @slow("dict", "none before", "none by batch", "recompute", "number", "no_grad", "argument")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_whole_batches_take_one_devices_way(way: str, pool: Pool) -> None:
     check(pool, _fit, way, 1)
 
 
+@long("none by value")
 @slow("dict", "which", "argument", "attribute", "number", "none before", "no_grad", "none by batch")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_microbatches_take_one_devices_way(way: str, pool: Pool) -> None:
@@ -125,6 +127,7 @@ def test_a_step_that_logs_something_else_and_skips_is_left_whole(pool: Pool) -> 
     check(pool, _fit, "none, and logs")
 
 
+@long()
 def test_gradients_that_take_another_way_by_a_value_of_the_model_are_one_devices(pool: Pool) -> None:
     """No schedule waits for them, so that layers run one after another."""
     check(pool, _fit, "which by value", 1)

@@ -13,7 +13,7 @@ from lightning_par.pipeline.run.gradients_apart import GradientsApart
 from lightning_par.sharded.patches import STORED
 from tests.helpers import surface
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, compare, loader, metrics, weights
 
@@ -110,6 +110,7 @@ ROWS: dict[str, tuple[type[Net], int, str]] = {
 }
 
 
+@long("forward, cut, zbv")
 @slow(but=["forward, cut, zbv", "halves"])
 @pytest.mark.parametrize("row", ROWS)
 def test_gradients_that_layers_and_hooks_look_at_are_one_devices(pool: Pool, row: str) -> None:

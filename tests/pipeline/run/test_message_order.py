@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_par import LayerPlacementStrategy, PipelineParallelStrategy
 from tests.gpu_rules.ranks import StrictPool
 from tests.gpu_rules.report import Rules
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 LAYERS = 8
 
@@ -115,12 +115,14 @@ def test_schedules_run_where_layers_wait_for_the_device(strict: StrictPool, sche
         _run(strict, queue, ranks, schedule=schedule, microbatches=4)
 
 
+@long()
 @slow("communicator")
 @both
 def test_placements_to_and_fro_run_where_layers_wait_for_the_device(strict: StrictPool, queue: str) -> None:
     _run(strict, queue, 2, layers=4, placement={f"layers.{n}": n % 2 for n in range(4)}, microbatches=2)
 
 
+@long()
 @slow(but=["zbv-rank"])
 @both
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -25,7 +25,7 @@ from lightning_par import PipelineParallelStrategy
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.replay import Replays
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 WIDTH, WORDS, TOKENS, MICROBATCHES, STEPS = 8, 16, 4, 3, 4
 FLAG = [0]
@@ -521,6 +521,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name].double(), x.double(), rtol=1e-9, atol=1e-11, msg=name)
 
 
+@long()
 @slow(but=["ByStep-1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("make", [GPT, ByStep])
@@ -531,6 +532,7 @@ def test_a_plain_step_is_replayed_in_every_microbatch(pool: Pool, make: type[GPT
         assert taken and all(taken)
 
 
+@long()
 def test_what_is_drawn_is_what_the_step_would_draw(pool: Pool) -> None:
     for (found, taken), (expected, none) in zip(
         pool.run(2, _train, Drops, "replayed"), pool.run(2, _train, Drops, "as ever"), strict=True
@@ -567,6 +569,7 @@ def _fit_and_listen(make: type[GPT], how: str) -> Any:
     return found, taken, [line for line in said.getvalue().splitlines() if line.startswith("a draw")]
 
 
+@long()
 @slow("UnforeseenDraws")
 @pytest.mark.parametrize("make", [UnforeseenDraws, UnforeseenForks])
 def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool, make: type[GPT]) -> None:
@@ -581,6 +584,7 @@ def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool, make: 
         assert said == as_ever != []
 
 
+@long()
 def test_what_a_layer_remembers_of_unforeseen_draws_is_what_the_step_would_draw(pool: Pool) -> None:
     """And it says what it drew: neither stays of the run in which nobody expected it to draw."""
     for (found, _, said), (expected, _, as_ever) in zip(
@@ -598,6 +602,7 @@ def _fit_and_write(make: type[GPT], how: str) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+@long()
 def test_a_layer_that_is_seen_to_draw_runs_as_often_as_in_the_step(pool: Pool) -> None:
     counts = pool.run(2, _fit_and_write, ForeseenDraws, "replayed")
     assert counts == pool.run(2, _fit_and_write, ForeseenDraws, "as ever") and all(counts)
@@ -609,6 +614,7 @@ def _fit_and_count(make: type[GPT], how: str) -> list[int]:
     return [block.seen for block in made[0].blocks]  # type: ignore[misc]
 
 
+@long()
 @slow("UnforeseenCounts")
 @pytest.mark.parametrize("make", [UnforeseenCounts, UnforeseenNotes])
 def test_what_a_layer_keeps_that_draws_unforeseen_it_keeps_once(pool: Pool, make: type[GPT]) -> None:
@@ -618,6 +624,7 @@ def test_what_a_layer_keeps_that_draws_unforeseen_it_keeps_once(pool: Pool, make
     assert any(map(any, counts))
 
 
+@long()
 @slow(but=["PatchesALibrary"])
 @pytest.mark.parametrize(
     "make",
@@ -647,6 +654,7 @@ def test_other_steps_are_run_as_ever(pool: Pool, make: type[GPT]) -> None:
     assert not all(all(taken) for _, taken in ranks)
 
 
+@long()
 @slow("Prints")
 @pytest.mark.parametrize("make", [Prints, KeepsAnOutput])
 def test_the_run_that_counts_is_the_users_where_it_does_more_than_to_log(pool: Pool, make: type[GPT]) -> None:
@@ -657,6 +665,7 @@ def test_the_run_that_counts_is_the_users_where_it_does_more_than_to_log(pool: P
     assert all(first[1]) and not all(last[1])
 
 
+@long()
 def test_what_a_layer_begins_to_change_unforeseen_is_undone_as_ever(pool: Pool) -> None:
     expected = pool.run(2, _train, Unforeseen, "as ever")
     for rank, (found, taken) in enumerate(pool.run(2, _train, Unforeseen, "replayed")):

@@ -19,7 +19,7 @@ from lightning_par import HybridParallelStrategy, LayerPlacementStrategy, dry_ru
 from lightning_par.pipeline.program.tape import Absent
 from lightning_par.pipeline.program.update_calls import UpdateCall, joined_calls
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8).mul(40).sin()
@@ -121,6 +121,7 @@ WAYS = [
 ]
 
 
+@long(but=["first foreach"])
 @slow(
     "first in_place",
     "first vector",
@@ -136,6 +137,7 @@ def test_weights_are_updated_as_on_one_device(way: str, pool: Pool) -> None:
     check(pool, _fit, way, {"microbatches": 2})
 
 
+@long("guarded in_place")
 @slow("first data", "last state")
 @pytest.mark.parametrize("way", ["first data", "first foreach", "last state", "guarded in_place"])
 def test_weights_are_updated_with_whole_batches(way: str, pool: Pool) -> None:
@@ -213,6 +215,7 @@ class Refused(Pair):
         return before + self.target(self.net(batch)).square().mean() * self.scale
 
 
+@long(but=["logged"])
 @slow("viewed", "used again")
 @pytest.mark.parametrize("way", ["used again", "viewed", "drawn", "shared", "logged"])
 def test_updates_that_stages_would_see_in_part_have_no_schedule(way: str) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_par import PipelineParallelStrategy
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 from tests.helpers.surface import check, trained
 
 KEPT = {Tensor.clone, Tensor.to, Tensor.detach, Tensor.requires_grad_}
@@ -145,6 +146,7 @@ def _fit(kind: type, microbatches: Any) -> Any:
     return trained(Segments(), batches(kind), strategy)  # type: ignore[arg-type]
 
 
+@long("Twice-1")
 @pytest.mark.parametrize(
     ("kind", "microbatches"),
     [(Picture, 2), (Picture, 1), (Box, 1), (Box, "auto"), (Twice, 1), (Twice, "auto"), (Scaled, "auto")],

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 
 class Autoencoder(pl.LightningModule):
@@ -90,6 +90,7 @@ def _trained(kind: str, world: int, limit: float = 1e9) -> Any:
     return {name: x.clone() for name, x in model.state_dict().items()}, trainer.callback_metrics["loss"]
 
 
+@long(but=["torch's assert"])
 @slow(but=["validated", "torch's assert", "number"])
 @pytest.mark.parametrize("kind", ["validated", "asserted", "exits", "torch's assert", "number", "compared"])
 def test_the_stage_that_has_the_value_checks_it(pool: Pool, kind: str) -> None:

@@ -22,7 +22,7 @@ from lightning_par.pipeline.trial.placeholders import DRAWS, read_placeholder, s
 from lightning_par.pipeline.trial.study import study
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.step import Step
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.law.found import Base, C
 
 
@@ -208,6 +208,7 @@ class Halves(Base):
         return h
 
 
+@long()
 @slow("another text", "numpy", "text", "float")
 @pytest.mark.parametrize("how", TOO_LARGE)
 def test_a_loop_that_a_number_ends_which_is_not_followed_ends_in_the_trial(how: str) -> None:
@@ -221,6 +222,7 @@ class ReadsAll(Base):
         return h
 
 
+@long()
 def test_many_reads_at_one_place_are_no_endless_loop() -> None:
     assert len(_studied(ReadsAll()).events) > 500
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy, dry_run
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 BATCHES = torch.linspace(-1, 1, 24 * 8, dtype=torch.float64).view(24, 8)
 
@@ -68,6 +68,7 @@ def trained(kind: type[Writes], tied: bool, schedule: str = "") -> dict[str, Ten
     return {name: x.detach().clone() for name, x in module.state_dict().items()}
 
 
+@long("1f1b")
 @slow("inference-1f1b")
 @pytest.mark.parametrize(
     ("kind", "tied", "schedule"),

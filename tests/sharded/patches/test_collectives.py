@@ -27,7 +27,7 @@ from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.second_step import SecondStep
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import check, compare, trained
 
 BATCHES = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).view(12, 8).mul(40).sin()
@@ -221,6 +221,7 @@ def _fit_module(module: LightningModule, layout: dict[str, Any]) -> Any:
     return trained(module, DataLoader(BATCHES, batch_size=4), partial(HybridParallelStrategy, **layout))
 
 
+@long("pipeline-layer", "pipeline-gathered")
 @slow("*-differentiable", "pipeline-centre", "tensor-layer", "pipeline-environment_in_step")
 @pytest.mark.parametrize("way", ["centre", "gathered", "differentiable", "layer", "environment_in_step"])
 @pytest.mark.parametrize("layout", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
@@ -246,6 +247,7 @@ FAST = (
 )
 
 
+@long(but=["sequence-gathered"])
 @slow(but=[row.replace("_", " ") for row in FAST.split()])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", COPIES)
@@ -340,6 +342,7 @@ def test_functional_ones_of_all_processes_are_refused(layout: dict[str, Any], po
         pool.run(2, _functional, layout)
 
 
+@long()
 @slow(but=["tensor-centre"])
 @pytest.mark.parametrize("way", ["centre", "gathered", "layer"])
 @pytest.mark.parametrize("layout", ["pipeline", "tensor"])

@@ -20,6 +20,7 @@ from lightning_par.sharded.identity import become
 from lightning_par.sharded.patches import installed
 from lightning_par.sharded.patches.installed import Patches, release
 from lightning_par.sharded.tensor import ShardedTensor
+from tests.helpers.slow import long
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,7 @@ def test_a_sharded_tensor_that_is_left_holds_them_until_it_is_whole() -> None:
     assert logs == {"a": ["+", "-"], "b": ["+", "-"]} and not vars(x)
 
 
+@long()
 def test_what_is_made_of_what_is_left_holds_them_too() -> None:
     log: list[str] = []
     patches, holder = Patches(lambda: [Count(log)]), Holder()

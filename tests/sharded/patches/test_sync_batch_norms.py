@@ -16,7 +16,7 @@ from lightning_par import HybridParallelStrategy
 from lightning_par.mesh.axis import Axis
 from lightning_par.sharded.synced_norm import synced_norm
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, Points, check, compare, loader, trained
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,6 +42,7 @@ def _train(layout: str) -> dict[str, Any]:
     return trained(Normed(), loader(), lambda: HybridParallelStrategy(**LAYOUTS[layout]))
 
 
+@long("pipeline")
 @slow("sequence", "fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_a_batch_norm_with_one_copy_of_the_model(pool: Pool, layout: str) -> None:
@@ -70,6 +71,7 @@ def _train_whole(layout: dict[str, Any] | None, converted: bool) -> dict[str, An
     }
 
 
+@long("data-pipeline-the Trainer")
 @slow(but=["data-the module", "data-pipeline-the Trainer"])
 @pytest.mark.parametrize("by", ["the module", "the Trainer"])
 @pytest.mark.parametrize("layout", TWICE)

@@ -16,7 +16,7 @@ from lightning_par import HybridParallelStrategy
 from lightning_par.sharded.tensor import ShardedTensor, full
 from tests.helpers.globals_of_torch import attributes, differences
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, loader
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -185,6 +185,7 @@ def _fit_that_keeps() -> Any:
     return *kept, whole, held, _left(before)
 
 
+@long()
 def test_a_sharded_tensor_that_is_kept_works_as_long_as_it_is(fresh: Pool) -> None:
     for sharded, kept, whole, derived, after in fresh.run(2, _fit_that_keeps):
         assert any(sharded) and whole
@@ -224,6 +225,7 @@ def _fit_with_a_patch(layout: dict[str, Any]) -> Any:
     return stays, works, left, watch.changed, _left(before), weights
 
 
+@long()
 def test_what_the_user_changed_meanwhile_stays(fresh: Pool) -> None:
     plain = fresh.run(2, _weights, LAYOUTS["sequence"])
     for rank, (stays, works, left, meanwhile, after, weights) in enumerate(

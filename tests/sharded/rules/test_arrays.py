@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, loader
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -65,6 +65,7 @@ def _trained(kind: str, layout: dict[str, Any], writes: bool) -> list[float]:
     return model.norms
 
 
+@long("pipeline-data", "fsdp-data")
 @slow(but=["tensor-data", "pipeline-data", "fsdp-data", "fsdp-row"])
 @pytest.mark.parametrize("kind", ARRAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)

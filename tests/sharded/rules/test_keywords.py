@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers.rule_check import Case, check
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.rule_cases import CASES
 
 pytestmark = [
@@ -78,6 +78,7 @@ class _Known(Exception):  # noqa: N818 (a signal, not an error)
     """Nothing in a case is called in a new way."""
 
 
+@long()
 @slow(but=["all"])
 @pytest.mark.parametrize("kept", [0, 1], ids=["all", "all but the first"])
 def test_arguments_may_be_keywords(kept: int) -> None:
