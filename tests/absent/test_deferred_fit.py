@@ -149,6 +149,7 @@ def _train(case: str, layout: dict[str, Any] | None, folder: str | None, precisi
     return equality.run(case, layout, folder, precision, in_configure_model=True)
 
 
+@long()
 @slow("pp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_training_is_that_of_one_device(pool: Pool, tmp_path: Path, layout: str) -> None:

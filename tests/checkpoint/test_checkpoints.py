@@ -384,6 +384,7 @@ def _best_and_last(layout: str, folder: Path) -> dict[str, Any]:
         return found
 
 
+@long()
 def test_best_and_last_load_the_same_weights_as_on_one_device(pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.run(1, _best_and_last, "one", tmp_path / "one")
     assert one["test best"] != one["test last"] and one["best"] == "best-epoch=0.ckpt"

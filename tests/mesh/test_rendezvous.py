@@ -70,6 +70,7 @@ def test_what_is_in_one_ranks_way_is_raised_on_all() -> None:
     assert [str(found[rank]) for rank in range(3)] == ["Rank 1: no eth7 here"] * 3
 
 
+@long()
 def test_a_rank_that_does_not_come_is_named_on_all_others_in_time(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

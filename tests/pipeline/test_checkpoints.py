@@ -12,11 +12,12 @@ from tests.checkpoint.test_checkpoints import RANKS, _best_and_last, _hooks, _re
 from tests.checkpoint.test_checkpoints import saved as saved  # a fixture
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 
 PARTS = ["state_dict", "optimizer_states", "lr_schedulers", "callbacks", "hyper_parameters"]
 
 
+@long()
 @slow("edits")
 @pytest.mark.parametrize("kind", ["model", "edits"])
 def test_with_one_microbatch_the_file_is_bitwise_that_of_one_device(kind: str, saved: Any) -> None:
@@ -26,6 +27,7 @@ def test_with_one_microbatch_the_file_is_bitwise_that_of_one_device(kind: str, s
         assert stored(saved("one", kind)) == stored(saved(layout, kind)), "more than is needed"
 
 
+@long()
 @slow(but=["zbv"])
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "zbv", "dp2-pp2"])
 def test_microbatches_change_the_file_by_rounding_alone(layout: str, saved: Any) -> None:

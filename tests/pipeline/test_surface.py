@@ -124,6 +124,7 @@ def _accumulated() -> Any:
     return weights(module), metrics(t)
 
 
+@long()
 def test_hooks_meet_gradients_of_the_loss_that_is_divided_by_the_batches_of_a_window(pool: Pool) -> None:
     check(pool, _accumulated)
 

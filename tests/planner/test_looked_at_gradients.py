@@ -16,7 +16,7 @@ from lightning_par import dry_run
 from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.planner import Planner
 from lightning_par.planner.report import layout_dict
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.counted import APART, AXES, LAYOUTS, ranks_of
 
 BATCH = torch.arange(64).view(4, 16) % 48
@@ -108,6 +108,7 @@ ROWS = [(kind, name) for kind in KINDS for name in ("ring", "tensor", "shard_res
         if (kind, name) not in REFUSED | MISSED]  # fmt: skip
 
 
+@long()
 @slow(but=["OnWeight-shard_residual", "OnWeight-pipeline_ring", "OnActivation-ring", "Function-ring"])
 @pytest.mark.parametrize(("kind", "name"), ROWS, ids=[f"{kind.__name__}-{name}" for kind, name in ROWS])
 def test_what_meets_whole_gradients_is_counted(kind: type[Model], name: str) -> None:

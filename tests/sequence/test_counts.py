@@ -144,6 +144,7 @@ def test_attention_sends_the_fewest_bytes(attention: Any, c: int, kv: int, pool:
             assert books.sent("attention") == LAYERS * elements * 4
 
 
+@long()
 def test_the_worked_example(pool: Pool) -> None:
     for attention, elements in (("ring", 12_288), ("ulysses", 20_480)):
         answers = pool.run(2, count, KV, small=0, attention=attention)

@@ -18,6 +18,7 @@ from tests.helpers.models.convolutional import ConvNet
 from tests.helpers.models.data import images
 from tests.helpers.models.hugging_face import HuggingFace
 from tests.helpers.pool import Pool
+from tests.helpers.slow import long
 from tests.sequence.test_counts import Kept
 
 
@@ -71,6 +72,7 @@ def planned(kind: str, ranks: int) -> tuple[Any, Any, int]:
     return seen.dims, seen.gathered, seen.nbytes
 
 
+@long()
 def test_patches_of_an_image_are_split_by_its_rows(pool: Pool) -> None:
     ((_, _, alone),) = pool.run(1, planned, "big_vit", 1)
     for dims, gathered, nbytes in pool.run(2, planned, "big_vit", 2):
@@ -78,6 +80,7 @@ def test_patches_of_an_image_are_split_by_its_rows(pool: Pool) -> None:
         assert nbytes <= 1.05 * alone / 2
 
 
+@long()
 def test_frames_of_a_sound_are_split_beside_the_text(pool: Pool) -> None:
     for dims, gathered, _ in pool.run(2, planned, "hf_whisper", 2):
         assert dims == (2, 1) and gathered == ()

@@ -21,7 +21,7 @@ from lightning_par.strategies.presets.auto import KEPT
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.planner.test_machine_at_hand import CPUS
 
 STEPS = 3
@@ -109,6 +109,7 @@ def _same_as_by_hand(pool: Pool, machine: str, folder: Path, case: str, devices:
     return found
 
 
+@long()
 @slow(but=["mlp_deep-2-one"])
 @pytest.mark.parametrize(
     ("case", "devices", "more"),

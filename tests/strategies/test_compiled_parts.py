@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import SequenceParallelStrategy, TensorParallelStrategy
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.strategies.test_compiled_blocks import BLOCKS, STEPS, Block, C
 
 LENGTH = 6
@@ -139,6 +139,7 @@ ROWS = [
 ]
 
 
+@long()
 @slow("tensor-Wrapped", "ring-*", "ulysses-*", "all_gather-*", "*-Later")
 @pytest.mark.parametrize(("name", "kind"), ROWS, ids=[f"{name}-{kind.__name__}" for name, kind in ROWS])
 def test_blocks_stay_compiled(name: str, kind: type[Net], expected: Any, pool: Pool) -> None:

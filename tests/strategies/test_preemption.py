@@ -262,6 +262,7 @@ def _ends(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return hook, torn
 
 
+@long()
 @slow(but=["fsdp"])
 @pytest.mark.parametrize("kind", ["fsdp", "pipeline", "placement"])
 def test_a_signal_while_a_fit_is_torn_down_saves_what_it_has_trained(kind: str, pool: Pool, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def test_modules_that_are_equal_are_found_equal(pool: Pool, name: str, layouts: 
     assert len(apart) == ("batch_norm" in name)
 
 
+@long()
 def test_layers_made_in_configure_model_are_checked_and_their_dropout_is_off(pool: Pool) -> None:
     (verdict,) = pool.run(1, _check, "gpt_residual_dropout", ["tensor_parallel"], in_configure_model=True)
     assert verdict and verdict.notes[0].startswith("Dropout was off for this ("), f"{verdict}"
@@ -245,6 +246,7 @@ def test_a_gradient_that_one_rank_alone_has_otherwise_is_named_alone(pool: Pool)
     assert "float32" in verdict.footer()[-1]
 
 
+@long()
 def test_a_function_with_a_memory_is_found_in_what_lies_below_it(pool: Pool) -> None:
     layouts = [
         PipelineParallelStrategy(microbatches=2, allow_batch_coupling=True, verify=False),

@@ -377,6 +377,7 @@ def test_values_of_weights_in_parts_of_another_stage_are_one_devices(pool: Pool)
         assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
 
 
+@long()
 def test_what_can_not_be_carried_out_is_refused_on_all_ranks(pool: Pool) -> None:
     layout = dict(pipeline_parallel_size=2)
     for seen in pool.run(2, fit, "Wrong", layout):

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, loader, metrics, weights
 
@@ -105,6 +105,7 @@ def _fitted(kind: type[Any], microbatches: int) -> Any:
     return {"weights": weights(model), "metrics": metrics(run), "held": model.held()}
 
 
+@long()
 @slow("Histories-1", "Histories-2", "Moving-2")
 @pytest.mark.parametrize(("kind", "microbatches"), [(Histories, 2), (Histories, 1), (InALayer, 1), (Moving, 2)])
 def test_what_is_kept_of_each_sample_is_one_devices(pool: Pool, kind: type[Any], microbatches: int) -> None:

@@ -123,6 +123,7 @@ def test_gradients_of_microbatches_take_one_devices_way(way: str, pool: Pool) ->
     check(pool, _fit, way, 2)
 
 
+@long()
 def test_a_step_that_logs_something_else_and_skips_is_left_whole(pool: Pool) -> None:
     check(pool, _fit, "none, and logs")
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import long
 from tests.helpers.surface import check, trained
 
 BATCHES = torch.linspace(-1, 1, 24 * 4, dtype=torch.float64).view(24, 4).mul(40).sin()
@@ -80,6 +81,7 @@ def _fit(late: bool, **options: Any) -> Any:
     return trained(Net(late), DataLoader(BATCHES, batch_size=8), strategy, accumulate_grad_batches=2)  # type: ignore[arg-type]
 
 
+@long()
 def test_gradients_of_kept_tensors_are_one_devices(pool: Pool) -> None:
     check(pool, _fit, False, microbatches=2, schedule="zbv")
 

@@ -246,6 +246,7 @@ def test_microbatches_of_their_own_must_update_weights_alike(told: str) -> None:
             joined_calls(parts)
 
 
+@long()
 def test_a_dry_run_updates_weights() -> None:
     found = dry_run(lambda: Pair("first data"), BATCHES[:4], PIPELINE, devices=2, precision="64-true")
     weights = sum(p.numel() for p in _net().parameters()) * 8

@@ -22,7 +22,7 @@ from lightning_par.pipeline.trial.samples.by_sample import by_sample
 from lightning_par.pipeline.trial.study import study
 from lightning_par.trial.step import Step
 from tests.helpers.pool import Pool
-from tests.helpers.slow import slow
+from tests.helpers.slow import long, slow
 from tests.law.found import Base, C
 
 EXPERTS, EACH = 4, 2
@@ -289,6 +289,7 @@ def _train(make: Callable[[], nn.Module], strategy: str) -> Any:
     return [p.detach().clone() for p in module.parameters()], predictions
 
 
+@long()
 @slow("Biased", "Numbered", "Chooses")
 @pytest.mark.parametrize("make", [Biased, Numbered, Chooses, Ages])
 def test_what_other_ranks_hold_decides_alike_on_all_when_a_later_batch_is_another(
