@@ -632,10 +632,90 @@ class ReversesItself(Base):
         return _Reversed.apply(x * self.scale, [self.a, self.b])
 
 
+class _OperationError(Exception):
+    """As libraries have one that tells which of their operations failed."""
+
+
+def _by_number(x: Tensor, order: Tensor) -> Tensor:
+    try:
+        return x.flatten(0, 1)[order]
+    except Exception as error:
+        raise _OperationError(f"could not take {order.tolist()}") from error
+
+
+class _Sorts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.map(x)
+        return y + _by_number(y, torch.arange(y.shape[0] * y.shape[1]).flip(0)).view(y.shape).tanh()
+
+
+class RewordsErrors(Base):
+    """Raises an error of its own for each that it meets, as einx does, where it takes samples in another order."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        return F.mse_loss(_by_number(y, torch.arange(24).flip(0)), batch[0].flatten(0, 1))
+
+
+class RewordsErrorsInALayer(Base):
+    """Likewise, within a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _Sorts()  # type: ignore[assignment]
+
+
+class RewordsRefusals(Base):
+    """What has no schedule is said to code that says it in its own words."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        loss = F.mse_loss(y, batch[0].flip(1))
+        try:
+            (grad,) = torch.autograd.grad(loss, y, create_graph=True)
+        except Exception as error:
+            raise _OperationError("no gradient") from error
+        return loss + grad.square().sum()
+
+
+class DoesWithout(Base):
+    """Goes on without what it can't have, which one device has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        loss = F.mse_loss(y, batch[0].flip(1))
+        try:
+            (grad,) = torch.autograd.grad(loss, y, create_graph=True)
+        except Exception:
+            return loss
+        return loss + grad.square().sum()
+
+
+class _MaySort(_Sorts):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except Exception:
+            return self.map(x)  # type: ignore[no-any-return]
+
+
+class DoesWithoutInALayer(Base):
+    """Likewise, within a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _MaySort()  # type: ignore[assignment]
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, ChecksItsChoices,
                  LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting, ReversibleLayers,
-                 ReversibleByHand)
+                 ReversibleByHand, RewordsErrors, RewordsErrorsInALayer, RewordsRefusals, DoesWithout,
+                 DoesWithoutInALayer)
 }  # fmt: skip

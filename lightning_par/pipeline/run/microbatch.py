@@ -30,9 +30,12 @@ class WholeBatchesAdvised(AbstractContextManager[None]):
         """Nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, SamplesMixError):
+        mixing = error
+        while mixing is not None and not isinstance(mixing, SamplesMixError):  # the user's code may reword it
+            mixing = mixing.__cause__ or mixing.__context__
+        if mixing is not None:
             raise ValueError(
-                f"Samples of this batch need one another, which none of the first batch did: {error}. Write "
+                f"Samples of this batch need one another, which none of the first batch did: {mixing}. Write "
                 "microbatches=1."
             ) from error
 

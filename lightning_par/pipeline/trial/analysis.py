@@ -64,6 +64,10 @@ class Analysis(AnalysisNotes):
         layouts: where tensors that depend on the batch alone hold samples.
     """
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.saying():
+            return super().__torch_function__(func, types, args, kwargs)
+
     def enter_module(self, path: str, numel: int) -> None:
         if numel:
             self.about_to_call()
@@ -97,12 +101,8 @@ class Analysis(AnalysisNotes):
             self.unit_buffers.check_outside((args, kwargs))
         args, kwargs = self.unit_buffers.stood_in(args, kwargs)
         self.values.picked.about_to_run(name, args)
-        try:
-            result = self._transformed_event(func, name, args, kwargs)
-            return self.unit_buffers.handed_back(result) if writes(name) else result
-        except SamplesMixError as error:
-            self.mixing = error
-            raise
+        result = self._transformed_event(func, name, args, kwargs)
+        return self.unit_buffers.handed_back(result) if writes(name) else result
 
     def _transformed_event(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if func not in TRANSFORMS:
@@ -159,9 +159,9 @@ class Analysis(AnalysisNotes):
             with renamed, scripts_unseen(f"{getattr(func, 'name', '')!r} is code"):
                 result = super().run_function(func, args, kwargs)
         except SamplesMixError as error:
-            if self.path is not None and self.mixing is not error:  # as the user may catch it
+            if self.path is not None and self.unfit is not error:
                 error.args = (f"{error}, at {user_line()} in {self.path!r}",)
-                self.mixing = error
+                self.unfit = error
             raise
         if self.axis is not None:
             self.outputs.ran(func, args, kwargs, result, self.axis.sums > sums)
@@ -189,7 +189,9 @@ class Analysis(AnalysisNotes):
         return map_tensors(cut, value)
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return record_unit(self, path, module, original, args, kwargs)
+        self.check_fit()
+        with self.saying():
+            return record_unit(self, path, module, original, args, kwargs)
 
     def inside(self, func: Any, given: Any, result: Any) -> None:
         self.handed.note(given, result)
@@ -207,4 +209,5 @@ class Analysis(AnalysisNotes):
             self.changes.keeping.setdefault(path, f"a {type(metric).__name__}")
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return record_metric(self, metric, method, args, kwargs)
+        with self.saying():
+            return record_metric(self, metric, method, args, kwargs)

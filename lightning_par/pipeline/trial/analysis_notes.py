@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_par.mesh.positions import Positions
+from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_draws import PartDrawn
@@ -125,7 +126,7 @@ class AnalysisNotes(FakeRun):
         self.in_hooks: frozenset[str] = frozenset()
         self.outputs = UnitLogs()
         self.prints = False
-        self.mixing: SamplesMixError | None = None
+        self.unfit: SamplesMixError | NoScheduleError | None = None  # what was last said to the user's code
         self.with_hooks: dict[int, str] = {}
         self.passed: Mapping[int, Any] = {}
         self.hooks_on_gradients: dict[nn.Module, int] = {}
@@ -134,6 +135,22 @@ class AnalysisNotes(FakeRun):
     def module_end(self, module: nn.Module, begins: bool) -> None:
         if not self.depth:  # a unit is on one rank
             self.module_ends.append((len(self.events) - 1, module, begins))
+
+    @contextmanager
+    def saying(self) -> Iterator[None]:
+        """What is raised inside says that the cut doesn't fit, to the user's code, which may catch it or make an error of
+        its own of it."""
+        try:
+            yield
+        except (SamplesMixError, NoScheduleError) as error:
+            self.unfit = error
+            raise
+
+    def check_fit(self, error: Exception | None = None) -> None:
+        """Raises what was said, where the user's code has caught it, and gone another way than on one device, or made
+        ``error`` of it."""
+        if self.unfit is not None and self.unfit is not error:
+            raise self.unfit from error
 
     def number(self) -> int:
         return len(self.events)

@@ -170,18 +170,15 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
             streams.begin_step(0, 0)
             with standing_in(axis is not None, asked.draw, guesses):
                 result = tried(getattr(copy, step.name), batch, *step.rest)
-    except UnitError as error:
-        if error.value is not None and error.unit is not None:
-            error.hands_out, error.value = attributes_with(error.value, copy, error.unit, homes), None
+            run.check_fit()
+    except Exception as error:
+        said = run.unfit or error
+        if isinstance(said, UnitError) and said.value is not None and said.unit is not None:
+            said.hands_out, said.value = attributes_with(said.value, copy, said.unit, homes), None
+        run.check_fit(error)
+        if isinstance(error, (TypeError, RuntimeError, IndexError)) and type(error).__module__ == "builtins":
+            error.read_at = None if isinstance(error, NotImplementedError) else run.read_at  # type: ignore[union-attr]
         raise
-    except (TypeError, RuntimeError, IndexError) as error:
-        if run.mixing is not None and error is not run.mixing:  # the step, or torch for it, has made another one of it
-            raise run.mixing from error
-        if type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError):
-            error.read_at = run.read_at  # type: ignore[union-attr]
-        raise
-    if run.mixing is not None:  # the step has caught it, and gone another way than on one device
-        raise run.mixing
     refuse_backward_hooks(run, copy.modules())
     run.values.kept.append(result)
     run.in_hooks = _in_hooks(run, copy)

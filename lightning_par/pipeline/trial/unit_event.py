@@ -106,11 +106,15 @@ def _called(
                 result = original(*args, **kwargs)
             else:
                 result, plainly = acts_plainly(run, path, module, original, args, kwargs)
+            run.check_fit()
         if run.axis is not None and run.handed.found.keys() & run.values.keys.keys():
             raise SamplesMixError(f"{path!r} takes a value that is none of its arguments")
         _refuse_new_hooks(path, module, handles)
-    except SamplesMixError as error:
-        error.unit = path
+    except Exception as error:
+        said = run.unfit or error
+        if isinstance(said, SamplesMixError):
+            said.unit = path
+        run.check_fit(error)
         raise
     finally:
         run.draws.leave()

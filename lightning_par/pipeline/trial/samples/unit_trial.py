@@ -52,19 +52,20 @@ def acts_plainly(
     given = twin((args, kwargs))  # a cache among the arguments may grow
     outline = UnitOutline(module, given)
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
-    before, reads, run.mixing = Snapshot(modules, hooks=False), run.values_read, None
+    before, reads = Snapshot(modules, hooks=False), run.values_read
     try:
         with tracing(run, inputs) as viewed, scripts_unseen(f"{path!r} calls code"):
             result = call(*args, **kwargs)
             viewed.end(result)
-        if run.mixing is not None:  # the unit has caught it, and gone another way than on one device
-            raise run.mixing
-    except SamplesMixError:
+        run.check_fit()
+    except Exception as error:
+        if not isinstance(run.unfit or error, SamplesMixError):
+            raise
         before.restore()
         result = _sample_by_sample(run, module, call, given)
         if result is NotImplemented or run.outputs.said or run.outputs.mixed:
             raise
-        run.mixing = None
+        run.unfit = None
         return result, True
     drawn, run.draws.drawn = run.draws.drawn, []  # what follows is no part of it
     after, left = Snapshot(modules, hooks=False), before.left()
@@ -81,7 +82,7 @@ def acts_plainly(
             plain = _Repeats(run, path, modules, call, given).agree(viewed, lead, before, after, left, bool(drawn))
     finally:
         after.restore()
-        run.draws.drawn, run.mixing = drawn, None
+        run.draws.drawn, run.unfit = drawn, None
     if like is not None and run.values_read == reads:
         run.tried[like] = plain, run.draws.parts
     return result, plain
