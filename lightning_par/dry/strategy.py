@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_par.checkpoint.chunks import Chunk
@@ -30,6 +29,7 @@ from lightning_par.pipeline.trial.expected_gradients import expected_gradients
 from lightning_par.planner.memory.live_bytes import LiveBytes
 from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.overlapping_parameters import overlapping
 from lightning_par.sharded.run_state import RunState
 from lightning_par.trial.first_step import FirstStep
@@ -132,7 +132,7 @@ class DryMixin(_Base):
             self.stack.enter_context(self.live)
             self.stack.enter_context(patch.object(torch, "tensor", tensor_of(self._fakes)))
         with unset_fake_temporarily():  # a step may write to it
-            return apply_to_collection(batch, Tensor, lambda x: x.detach().clone())
+            return map_tensors(lambda x: x.detach().clone(), batch)
 
     def _gathered(self, own: dict[str, Any], take: Callable[[Inventory], dict[str, Any]]) -> dict[str, Any]:
         return super()._gathered(own, take) if self._saved is None else take(self._saved)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.python_state.nested_tensors import map_tensors
 
 SMALL = 16  # elements of a tensor that travels inside the message that tells of it
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -27,7 +27,7 @@ class Pickled:
     @classmethod
     def of(cls, value: Any) -> Pickled:
         """Its tensors are copied to the CPU, without their graphs."""
-        return cls(apply_to_collection(value, Tensor, lambda x: x.detach().cpu().clone()))
+        return cls(map_tensors(lambda x: x.detach().cpu().clone(), value))
 
 
 def kind_of(x: Tensor) -> Kind:

@@ -44,8 +44,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         new = [map_tensors(function, x) for x in value]
         return _unless_same(value, new, lambda items: _named(value, items))
-    if isinstance(value, defaultdict):
-        return value
+    if isinstance(value, list):
+        new = [map_tensors(function, x) for x in list.__iter__(value)]
+        return _unless_same([*list.__iter__(value)], new, lambda items: _listed(value, items))
     if isinstance(value, Mapping):
         return _mapping(function, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -214,6 +215,13 @@ def _unless_same(old: Any, new: list[Any], make: Callable[[list[Any]], Any]) -> 
 def _named(value: Any, items: list[Any]) -> Any:
     """A named tuple of the class of ``value``, by no constructor of the user's."""
     return _with_attributes(value, tuple.__new__(type(value), items))
+
+
+def _listed(value: list[Any], items: list[Any]) -> Any:
+    """A list of the class of ``value``, by no constructor of the user's."""
+    new = _emptied(value)
+    list.extend(new, items)
+    return _with_attributes(value, new)
 
 
 def _with_attributes(value: Any, new: Any) -> Any:

@@ -23,6 +23,7 @@ from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.pytree import leaves_given, tree_leaves, tree_map
 from lightning_par.private.tensors import make_wrapper_subclass, write_count
 from lightning_par.private.transforms import in_functorch
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sequence.sequence_dim import places_of
 from lightning_par.sharded import aliases
@@ -218,14 +219,13 @@ def _whole_of(x: Any) -> Any:
     return x._whole if isinstance(x, BatchTensor) else x
 
 
-def mark(batch: Any, dims: Callable[[int, Tensor], int | None], axis: SequenceAxis, apply: Callable[..., Any]) -> Any:
+def mark(batch: Any, dims: Callable[[int, Tensor], int | None], axis: SequenceAxis) -> Any:
     """``batch`` with the tensors of it that have a sequence as `BatchTensor`.
 
     Args:
         batch: of any structure.
         dims: given the number of a tensor in the batch, and it, the dim that is the sequence, or None.
         axis: the sequence axis.
-        apply: ``apply(batch, Tensor, function)``, for what structures a batch may have.
     """
     number = -1
 
@@ -236,4 +236,4 @@ def mark(batch: Any, dims: Callable[[int, Tensor], int | None], axis: SequenceAx
         positions = None if dim is None or type(x) not in (Tensor, FakeTensor) else axis.spread(x.shape[dim])
         return x if positions is None or dim is None else BatchTensor(x, dim, positions, axis)
 
-    return apply(batch, Tensor, marked)
+    return map_tensors(marked, batch)

@@ -6,14 +6,12 @@ once more.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_par.mesh.agree import agree
@@ -44,8 +42,6 @@ from lightning_par.tensor.residual_stream import whole_residual
 from lightning_par.trial.batch_tensors import names_of, tensors_of
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.recording import Recording
-
-_apply = functools.partial(apply_to_collection, allow_frozen=True)
 
 
 class PlanningAxis(SequenceAxis):
@@ -131,7 +127,7 @@ class TokensPart(Part):
 
     def marked(self, batch: Any) -> Any:
         """``batch``, whose sequences are known as such."""
-        return batch if self.plan is None else mark(batch, self.plan.dim_of, self.axis, _apply)
+        return batch if self.plan is None else mark(batch, self.plan.dim_of, self.axis)
 
     def tokens(self, batch: Any) -> Tokens:
         """How sequences lie between stages, in a step on ``batch``."""
@@ -143,7 +139,7 @@ class TokensPart(Part):
             if dim is not None:  # what is shifted by one is shorter by one
                 lengths.update((x.shape[dim], x.shape[dim] - 1))
 
-        mark(batch, note, self.axis, _apply)
+        mark(batch, note, self.axis)
         return Tokens(self.axis, lengths)
 
     def _planned(self, first: FirstStep) -> SequencePlan:
@@ -177,6 +173,6 @@ class TokensPart(Part):
     def _tried(self, first: FirstStep, plan: SequencePlan) -> tuple[SequencePlan, Recording]:
         """``plan`` with what gathers under it, and what it was read from."""
         axis = PlanningAxis(plan.ranks, plan.zigzag)
-        split = first.recorded_split(lambda fake: mark(fake, plan.dim_of, axis, _apply))
+        split = first.recorded_split(lambda fake: mark(fake, plan.dim_of, axis))
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
         return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped), split

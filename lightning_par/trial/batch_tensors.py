@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_par.private.pytree import tree_leaves
+from lightning_par.python_state.nested_tensors import tensors_in
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch of any structure, in the order in which a recording has them."""
-    found = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    if not found:
-        # it makes a batch of what it is given back, which a dataclass may check
-        apply_to_collection(batch, Tensor, lambda x: found.append(x) or x, allow_frozen=True)  # type: ignore[func-returns-value]
-    return found
+    return tensors_in(batch)
 
 
 def names_of(batch: Any) -> list[str]:

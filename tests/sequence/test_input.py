@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -206,6 +206,34 @@ class Open:
     names: list[str]
 
 
+class Sized(MutableMapping[str, Tensor]):
+    """Its constructor is told what no item says, as a TensorDict's is, which then goes by another size."""
+
+    def __init__(self, items: Any = (), size: int = 0) -> None:
+        self.items_by_key, self.size = dict(items), size
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.items_by_key[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.items_by_key = {**self.items_by_key, key: value}
+
+    def __delitem__(self, key: str) -> None:
+        self.items_by_key = {k: v for k, v in self.items_by_key.items() if k != key}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_by_key)
+
+    def __len__(self) -> int:
+        return len(self.items_by_key)
+
+
+class Listed(list[Tensor]):
+    """A list that knows more than its items."""
+
+    size = 0
+
+
 class Pair(NamedTuple):
     ids: Tensor
     mask: Tensor
@@ -215,6 +243,26 @@ class OfOpen(Net):
     def ids(self, batch: Any) -> Tensor:
         assert type(batch) is Open and batch.names == ["a"] * len(batch.ids)
         return batch.ids
+
+
+class OfSized(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return Sized(batch, len(batch["ids"]))
+
+    def ids(self, batch: Any) -> Tensor:
+        assert type(batch) is Sized
+        return batch["ids"] * (torch.arange(batch.size)[:, None] > 0)
+
+
+class OfListed(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        made = Listed([batch["ids"]])
+        made.size = len(made[0])
+        return made
+
+    def ids(self, batch: Any) -> Tensor:
+        assert type(batch) is Listed
+        return batch[0] * (torch.arange(batch.size)[:, None] > 0)
 
 
 class OfPair(Net):
@@ -444,6 +492,8 @@ ALLOWED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any]]] = {
     "an encoding": (OfEncoding, dict(batches="encoding")),
     "a user's dict": (OfUserDict, dict(batches="userdict")),
     "strings": (OfStrings, dict(batches="strings")),
+    "a mapping with a size": (OfSized, dict(batches="dict")),
+    "a list with a size": (OfListed, dict(batches="dict")),
     "a batch that the step adds to": (Adds, dict(batches="dict")),
     "a batch that a hook adds to": (HookAdds, dict(batches="dict")),
 }
@@ -517,6 +567,8 @@ FIELDS = {
     "an encoding": ["input_ids", "attention_mask"],
     "a user's dict": ["ids"],
     "strings": ["batch[0]"],
+    "a mapping with a size": ["ids"],
+    "a list with a size": ["batch[0]"],
     "a batch that the step adds to": ["ids"],
     "a batch that a hook adds to": ["mask", "ids"],
 }

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sequence.batch_tensor import mark
-from lightning_par.sequence.part import PlanningAxis, _apply
+from lightning_par.sequence.part import PlanningAxis
 from lightning_par.sequence.plan import first_plan
 from lightning_par.sequence.plan import make_plan as plan_tokens
 from lightning_par.sharded.patches import SHARDED, SHARES
@@ -31,7 +31,7 @@ C, TOKENS = 8, 6
 def _both(module: nn.Module, batch: Any) -> tuple[Recording, Recording | None]:
     """The step on a batch, and what a run of it on the split batch tells of that."""
     plan = first_plan(tensors_of(batch), names_of(batch), 2, None)
-    split = {"prepare": lambda x: mark(x, plan.dim_of, PlanningAxis(2, False), _apply), "twin": True}
+    split = {"prepare": lambda x: mark(x, plan.dim_of, PlanningAxis(2, False)), "twin": True}
     found = []
     with SHARDED.installed(), SHARES.installed():
         for more in ({}, split):
