@@ -138,7 +138,7 @@ class AnalysisNotes(FakeRun):
 
     @contextmanager
     def saying(self) -> Iterator[None]:
-        """What is raised inside says that the cut doesn't fit, to the user's code, which may catch it or make an error of
+        """What is raised inside tells the user's code that the cut doesn't fit. It may catch that, or make an error of
         its own of it."""
         try:
             yield
