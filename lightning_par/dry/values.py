@@ -12,7 +12,7 @@ from lightning_par.absent.deferred.history import written_by
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.dry.any_values import of_any_values
 from lightning_par.optim.torch_optimizers import BY_PARAMETER
-from lightning_par.pipeline.between_steps.remote_weight import Weight
+from lightning_par.pipeline.between_steps.weights.remote_weight import Weight
 from lightning_par.private.fake_tensors import (
     WITHOUT_VALUE,
     FakeTensor,

@@ -17,13 +17,13 @@ from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups
 from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.optim.value_places import StagePlaces
-from lightning_par.pipeline.between_steps.late_writes import LateWrites
-from lightning_par.pipeline.between_steps.module_calls import Outside
-from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
+from lightning_par.pipeline.between_steps.gradients.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
-from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
-from lightning_par.pipeline.between_steps.unit_by_unit import NO_SCHEDULE
-from lightning_par.pipeline.between_steps.unscheduled_steps import UnscheduledSteps
+from lightning_par.pipeline.between_steps.units.module_calls import Outside
+from lightning_par.pipeline.between_steps.units.unit_by_unit import NO_SCHEDULE
+from lightning_par.pipeline.between_steps.units.unscheduled_steps import UnscheduledSteps
+from lightning_par.pipeline.between_steps.weights.late_writes import LateWrites
+from lightning_par.pipeline.between_steps.weights.send_away import Once, agree_on_buffers
 from lightning_par.pipeline.check_run import check_run
 from lightning_par.pipeline.effects.all_gather import of_copies
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of

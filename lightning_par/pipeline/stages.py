@@ -15,7 +15,7 @@ from torch import nn
 from lightning_par.mesh.agree import agree
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups
-from lightning_par.pipeline.between_steps.send_away import (
+from lightning_par.pipeline.between_steps.weights.send_away import (
     Placement,
     agree_on_buffers,
     bring_back,

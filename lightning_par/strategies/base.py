@@ -26,7 +26,7 @@ from lightning_par.mesh.handshake import Meeting, number_of
 from lightning_par.optim import precision
 from lightning_par.optim.clipping import Counting
 from lightning_par.optim.gradient_sync import GradientSync
-from lightning_par.pipeline.between_steps.send_away import bring_back
+from lightning_par.pipeline.between_steps.weights.send_away import bring_back
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.optimizers import move_optimizers

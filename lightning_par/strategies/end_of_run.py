@@ -16,7 +16,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_files import LEAST, HostFiles
 from lightning_par.optim.stand_ins import with_inner
 from lightning_par.optim.value_places import unmark
-from lightning_par.pipeline.between_steps.gather_states import collect
+from lightning_par.pipeline.between_steps.optim.gather_states import collect
 from lightning_par.private.process_groups import default_store
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.run_state import RunState

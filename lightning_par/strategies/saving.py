@@ -26,7 +26,7 @@ from lightning_par.checkpoint.state_dicts import cut_to_parts, detach_from_file,
 from lightning_par.mesh.handshake import STEP, Meeting
 from lightning_par.optim.optimizers import adopt
 from lightning_par.optim.unregistered import refuse_unregistered
-from lightning_par.pipeline.between_steps.gather_states import whole_where_held
+from lightning_par.pipeline.between_steps.optim.gather_states import whole_where_held
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.strategies import give_checkpoint_io, given_checkpoint_io

@@ -18,7 +18,7 @@ from lightning_par.mesh import world_groups
 from lightning_par.mesh.layout import Layout, make_groups
 from lightning_par.mesh.subgroups import attend_along
 from lightning_par.mesh.world_groups import process_group
-from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
 from lightning_par.pipeline.run.tied_gradients import make_holder_axes
 from lightning_par.private.process_groups import number_of_groups
 from tests.helpers.pool import Pool

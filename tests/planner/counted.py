@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_par import HybridParallelStrategy
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.ledger import ledger
-from lightning_par.pipeline.between_steps.own_gradient import held_here
+from lightning_par.pipeline.between_steps.gradients.own_gradient import held_here
 from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.messages.clipped import read_clip
 from lightning_par.planner.planner import Planner

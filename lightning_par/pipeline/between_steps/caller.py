@@ -16,9 +16,12 @@ _OURS = (
     *("lightning.fabric.utilities.optimizer", "lightning_fabric.utilities.optimizer"),
 )
 _BETWEEN = (
-    *(Elsewhere.__module__, f"{__package__}.remote_gradient", f"{__package__}.optimizer_state"),
-    *(f"{__package__}.{name}" for name in ("remote_weight", "weight_functions", "weight_reads", "weight_writes")),
-    *("lightning_par.pipeline.run.located", "lightning_par.pipeline.between_steps.unit_by_unit"),  # a step's mode
+    *(Elsewhere.__module__, f"{__package__}.gradients.remote_gradient", f"{__package__}.optim.optimizer_state"),
+    *(
+        f"{__package__}.weights.{name}"
+        for name in ("remote_weight", "weight_functions", "weight_reads", "weight_writes")
+    ),
+    *("lightning_par.pipeline.run.located", f"{__package__}.units.unit_by_unit"),  # a step's mode
     "lightning_par.pipeline.run.unit_calls",
     *(
         "lightning_par.sharded.patches.backward",
@@ -33,7 +36,7 @@ _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.
 _USERS = (
     *("torch.optim.swa_utils", "lightning_par.sharded.patches.dummy_experiments"),
-    f"{__package__}.weight_updates",
+    f"{__package__}.weights.weight_updates",
 )
 # What torch does for a caller: a module's call, where it is no unit, as a copy of one is, and what is held.
 _CALLS = {

@@ -4,7 +4,7 @@ While no step runs, ``p.grad`` of a parameter that lives on some ranks alone is 
 it writes where it is. Reading it sends it, so that all ranks go on with the same values; they meet before. Norms that
 ``torch.nn.utils`` clips by travel as one number each, in one all-reduce. Optimizers and our own code see the plain
 gradient where it is, and None elsewhere. Weights are read likewise:
-see `lightning_par.pipeline.between_steps.remote_weight`.
+see `lightning_par.pipeline.between_steps.weights.remote_weight`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere, refuse_in_hooks
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
-from lightning_par.pipeline.between_steps import weight_functions
-from lightning_par.pipeline.between_steps.adopted_optimizers import AdoptedOptimizers
-from lightning_par.pipeline.between_steps.assigned_storage import Replicas
-from lightning_par.pipeline.between_steps.buffers_alone import BuffersAlone
 from lightning_par.pipeline.between_steps.caller import sees_gradients, user_of
-from lightning_par.pipeline.between_steps.gradients_alone import GradientsAlone
-from lightning_par.pipeline.between_steps.holders import Holders
-from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
-from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, plain, user_who_asks
-from lightning_par.pipeline.between_steps.send_away import Placement
-from lightning_par.pipeline.between_steps.spread_weights import SpreadWeights
-from lightning_par.pipeline.between_steps.weight_ends import WeightEnds
-from lightning_par.pipeline.between_steps.weight_reads import sent
-from lightning_par.pipeline.between_steps.weight_writes import present
+from lightning_par.pipeline.between_steps.gradients.gradients_alone import GradientsAlone
+from lightning_par.pipeline.between_steps.gradients.own_gradient import held_here, hold, refuse_misfit
+from lightning_par.pipeline.between_steps.gradients.remote_gradient import Gradient
+from lightning_par.pipeline.between_steps.graphs.weight_ends import WeightEnds
+from lightning_par.pipeline.between_steps.optim.adopted_optimizers import AdoptedOptimizers
+from lightning_par.pipeline.between_steps.weights import weight_functions
+from lightning_par.pipeline.between_steps.weights.assigned_storage import Replicas
+from lightning_par.pipeline.between_steps.weights.buffers_alone import BuffersAlone
+from lightning_par.pipeline.between_steps.weights.holders import Holders
+from lightning_par.pipeline.between_steps.weights.remote_weight import Weight, plain, user_who_asks
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.spread_weights import SpreadWeights
+from lightning_par.pipeline.between_steps.weights.weight_reads import sent
+from lightning_par.pipeline.between_steps.weights.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import name_of, sets_data
@@ -50,7 +50,7 @@ class JointGradients:
     """Shows user code the gradients of all stages.
 
     Args:
-        module: spread by `lightning_par.pipeline.between_steps.send_away.send_away`.
+        module: spread by `lightning_par.pipeline.between_steps.weights.send_away.send_away`.
         placement: who holds what.
         axis: the pipeline axis.
         meeting: of the axis' ranks.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from lightning_par.pipeline.between_steps.own_gradient import held_here
+from lightning_par.pipeline.between_steps.gradients.own_gradient import held_here
 from lightning_par.pipeline.effects.told_changes import Changed
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import tensors_in

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_par.mesh.layout import Groups
-from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
 from lightning_par.pipeline.placement.balance_memory import balance
 from lightning_par.pipeline.placement.cut import WherePlaceChanges
 from lightning_par.pipeline.placement.device_order import PlacementOrder

@@ -10,7 +10,7 @@ from operator import itemgetter
 from torch import Tensor, nn
 
 from lightning_par.mesh.layout import Layout
-from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
 from lightning_par.pipeline.plan.stage_plan import StagePlan
 from lightning_par.pipeline.plan.table import shared_line
 from lightning_par.pipeline.plan.units import list_names

@@ -7,7 +7,7 @@ class NoScheduleError(ValueError):
     """A step can't run in stages, each of which runs its part of it.
 
     Attributes:
-        by_units: whether it can run layer by layer: see `lightning_par.pipeline.between_steps.unit_by_unit`.
+        by_units: whether it can run layer by layer: see `lightning_par.pipeline.between_steps.units.unit_by_unit`.
     """
 
     by_units = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_par.mesh.layout import Groups
-from lightning_par.pipeline.between_steps.unit_by_unit import NO_SCHEDULE
+from lightning_par.pipeline.between_steps.units.unit_by_unit import NO_SCHEDULE
 from lightning_par.pipeline.run.verification import CutVerdict, agreed, verify
 from lightning_par.trial.step import Step
 

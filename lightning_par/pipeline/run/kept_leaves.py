@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
-from lightning_par.pipeline.between_steps.remote_weight import WeightView
-from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.remote_weight import WeightView
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
 from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.run.tied_gradients import sum_over_holders
 from lightning_par.private import lightning_modules

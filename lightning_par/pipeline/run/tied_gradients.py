@@ -18,7 +18,7 @@ from lightning_par.mesh.host_values import agreed, on_device
 from lightning_par.mesh.layout import Groups
 from lightning_par.mesh.waits import wait_for
 from lightning_par.mesh.world_groups import process_group
-from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
 from lightning_par.private.modules import ModuleTree
 
 Holders = tuple[int, ...]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.own_gradient import held_here, hold
+from lightning_par.pipeline.between_steps.gradients.own_gradient import held_here, hold
 from lightning_par.private.graph import in_backward
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded.rules.lookup import user_line

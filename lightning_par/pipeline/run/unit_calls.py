@@ -24,7 +24,7 @@ class LocatedCall:
         self.attributes = attributes  # by which it hands something out
         self.original = plain_call(module)
         self.outside: Callable[..., Any] | None = None
-        """Takes calls while no run is on; see `lightning_par.pipeline.between_steps.module_calls`."""
+        """Takes calls while no run is on; see `lightning_par.pipeline.between_steps.units.module_calls`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is called as it is

@@ -2,8 +2,8 @@
 and sends what the ranks of one weight need of another.
 
 What is apart is decided by `lightning_par.pipeline.trial.weight_updates`, what is sent by
-`lightning_par.pipeline.between_steps.weight_updates`. Whether a value can stay where its weights are is tried on what
-stands for them on other ranks, as a run tries it.
+`lightning_par.pipeline.between_steps.weights.weight_updates`. Whether a value can stay where its weights are is tried
+on what stands for them on other ranks, as a run tries it.
 """
 
 from __future__ import annotations

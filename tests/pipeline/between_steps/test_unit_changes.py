@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par import HybridParallelStrategy
 from lightning_par.mesh.known_objects import Known
-from lightning_par.pipeline.between_steps.unit_changes import UnitChanges
+from lightning_par.pipeline.between_steps.units.unit_changes import UnitChanges
 from tests.helpers.pool import Pool
 from tests.helpers.slow import long, slow
 from tests.helpers.surface import Net, check, loader, trained

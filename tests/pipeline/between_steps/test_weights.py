@@ -29,7 +29,7 @@ from lightning_par.optim.clipping import clip_by_norm
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.optim.optimizers import adopt
 from lightning_par.optim.precision import share_overflows
-from lightning_par.pipeline.between_steps.send_away import Once, Placement, bring_back, send_away
+from lightning_par.pipeline.between_steps.weights.send_away import Once, Placement, bring_back, send_away
 from lightning_par.pipeline.run.tied_gradients import make_holder_axes, sum_over_holders
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.strategies.end_of_run import unshard_optimizer_state

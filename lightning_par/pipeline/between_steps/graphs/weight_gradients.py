@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.weight_graphs import in_graph
+from lightning_par.pipeline.between_steps.gradients.remote_gradient import Gradient
+from lightning_par.pipeline.between_steps.graphs.weight_graphs import in_graph
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.pipeline.between_steps.adopted_optimizers import who_zeroes
+from lightning_par.pipeline.between_steps.optim.adopted_optimizers import who_zeroes
 
 
 def spent_gradients(module: Any, optimizers: list[Optimizer]) -> list[Tensor]:

@@ -17,10 +17,10 @@ from lightning_par.absent.origin import ElsewhereError, Origin
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.mesh.raw_bytes import raw_bytes
-from lightning_par.pipeline.between_steps.remote_gradient import wholes
-from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied, plain
-from lightning_par.pipeline.between_steps.unlinked import unlinked
-from lightning_par.pipeline.between_steps.weight_graphs import MADE_OF, has_graph, linked
+from lightning_par.pipeline.between_steps.gradients.remote_gradient import wholes
+from lightning_par.pipeline.between_steps.graphs.unlinked import unlinked
+from lightning_par.pipeline.between_steps.graphs.weight_graphs import MADE_OF, has_graph, linked
+from lightning_par.pipeline.between_steps.weights.remote_weight import as_it_is, copied, plain
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.released_gradients import is_lightnings
+from lightning_par.pipeline.between_steps.gradients.released_gradients import is_lightnings
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded.tensor import leaf
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import Elsewhere
-from lightning_par.pipeline.between_steps.remote_weight import WeightParameter, WeightView
+from lightning_par.pipeline.between_steps.weights.remote_weight import WeightParameter, WeightView
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.user_classes import REMEMBERED, joined, set_class, set_classes, worn

@@ -34,7 +34,7 @@ _BACKWARDS = ("backward", "grad")
 
 
 class Carry(Protocol):
-    """Calls units; see `lightning_par.pipeline.between_steps.module_calls.Outside`."""
+    """Calls units; see `lightning_par.pipeline.between_steps.units.module_calls.Outside`."""
 
     def __call__(self, path: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from lightning_par.pipeline.between_steps.given_objects import Given
-from lightning_par.pipeline.between_steps.unit_graph import Group, UnitGraph, innermost, with_innermost
-from lightning_par.pipeline.between_steps.unit_inputs import UnitInputs
-from lightning_par.pipeline.between_steps.unlinked import unlinked
+from lightning_par.pipeline.between_steps.graphs.unit_graph import Group, UnitGraph, innermost, with_innermost
+from lightning_par.pipeline.between_steps.graphs.unlinked import unlinked
+from lightning_par.pipeline.between_steps.units.given_objects import Given
+from lightning_par.pipeline.between_steps.units.unit_inputs import UnitInputs
 from lightning_par.private.graph import current_backward, is_asked_for
 from lightning_par.private.leaf_hooks import number_of_leaf_hooks, put_hooks, take_hooks
 from lightning_par.private.module_hooks import number_of_backward_hooks
@@ -27,7 +27,7 @@ from lightning_par.private.transforms import is_batched, is_wrapped, without_sav
 from lightning_par.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
-    from lightning_par.pipeline.between_steps.module_calls import Outside
+    from lightning_par.pipeline.between_steps.units.module_calls import Outside
 
 CALLED = "a module of a pipeline returns outside a step"
 _ADVICE = "Call `backward` and `torch.autograd.grad` on all of them, and let one rank alone use what they give."

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.absent.list_entries import kept_entries
 from lightning_par.absent.origin import ElsewhereError
-from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import as_it_is
-from lightning_par.pipeline.between_steps.weight_reads import sent
+from lightning_par.pipeline.between_steps.gradients.remote_gradient import Gradient
+from lightning_par.pipeline.between_steps.weights.remote_weight import as_it_is
+from lightning_par.pipeline.between_steps.weights.weight_reads import sent
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:

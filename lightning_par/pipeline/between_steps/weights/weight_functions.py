@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied
-from lightning_par.pipeline.between_steps.weight_gradients import gradients, is_grad
-from lightning_par.pipeline.between_steps.weight_graphs import note_way
-from lightning_par.pipeline.between_steps.weight_reads import alone, equal, read, viewed
-from lightning_par.pipeline.between_steps.weight_writes import write
+from lightning_par.pipeline.between_steps.graphs.weight_gradients import gradients, is_grad
+from lightning_par.pipeline.between_steps.graphs.weight_graphs import note_way
+from lightning_par.pipeline.between_steps.weights.remote_weight import as_it_is, copied
+from lightning_par.pipeline.between_steps.weights.weight_reads import alone, equal, read, viewed
+from lightning_par.pipeline.between_steps.weights.weight_writes import write
 from lightning_par.sharded.functions import COPIES, PRECISIONS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.run_state import RunState

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_par.optim.closures import with_closures
 from lightning_par.optim.optimizers import begin_anew
 from lightning_par.optim.stand_ins import with_inner
-from lightning_par.pipeline.between_steps.optimizer_state import JointState
+from lightning_par.pipeline.between_steps.optim.optimizer_state import JointState
 from lightning_par.private.optimizers import scheduler_marks
 
 if TYPE_CHECKING:

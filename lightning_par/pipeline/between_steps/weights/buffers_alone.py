@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.pipeline.between_steps.remote_weight import plain
+from lightning_par.pipeline.between_steps.weights.remote_weight import plain
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.trial.known_values import is_known

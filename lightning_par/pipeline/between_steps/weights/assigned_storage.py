@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of, send_to_all
-from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import copied
-from lightning_par.pipeline.between_steps.replicas_alone import Lying, looked_at
-from lightning_par.pipeline.between_steps.send_away import away_of
-from lightning_par.pipeline.between_steps.weight_reads import sent, values_here
+from lightning_par.pipeline.between_steps.gradients.remote_gradient import Gradient
+from lightning_par.pipeline.between_steps.weights.remote_weight import copied
+from lightning_par.pipeline.between_steps.weights.replicas_alone import Lying, looked_at
+from lightning_par.pipeline.between_steps.weights.send_away import away_of
+from lightning_par.pipeline.between_steps.weights.weight_reads import sent, values_here
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import is_shared, memory_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.unit_graph import innermost, with_innermost
+from lightning_par.pipeline.between_steps.graphs.unit_graph import innermost, with_innermost
 from lightning_par.private.graph import node_of
 from lightning_par.python_state.tensor_writes import version_of
 from lightning_par.sharded.tensor import ShardedTensor

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.pipeline.between_steps.own_gradient import held_here
+from lightning_par.pipeline.between_steps.gradients.own_gradient import held_here
 
 StateOf = Callable[[Any, Any, Mapping[str, Any]], Mapping[Any, Any] | None]
 

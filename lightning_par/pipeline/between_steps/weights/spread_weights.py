@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, plain
-from lightning_par.pipeline.between_steps.send_away import Placement
-from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
+from lightning_par.pipeline.between_steps.weights.remote_weight import Weight, WeightView, plain
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.weight_classes import WeightClasses
 from lightning_par.private.modules import buffers_of
 from lightning_par.sharded.rules.alias import Alias
 from lightning_par.sharded.tensor import ShardedTensor
@@ -23,7 +23,7 @@ class SpreadWeights:
 
     Args:
         owner: a `lightning_par.pipeline.between_steps.remote_reads.JointGradients`, which they ask.
-        module: spread by `lightning_par.pipeline.between_steps.send_away.send_away`.
+        module: spread by `lightning_par.pipeline.between_steps.weights.send_away.send_away`.
         placement: who holds what.
         axis: the pipeline axis.
     """

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting, refuse_alone
-from lightning_par.pipeline.between_steps.given_objects import Given
+from lightning_par.pipeline.between_steps.graphs.unit_backward import CALLED, UnitBackward
+from lightning_par.pipeline.between_steps.graphs.unlinked import no_gradients
+from lightning_par.pipeline.between_steps.graphs.weight_graphs import has_graph
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
-from lightning_par.pipeline.between_steps.send_away import Placement
-from lightning_par.pipeline.between_steps.unit_backward import CALLED, UnitBackward
-from lightning_par.pipeline.between_steps.unit_inputs import UnitInputs
-from lightning_par.pipeline.between_steps.unit_runs import UnitRuns
-from lightning_par.pipeline.between_steps.unlinked import no_gradients
-from lightning_par.pipeline.between_steps.weight_graphs import has_graph
-from lightning_par.pipeline.between_steps.weight_reads import brought_to_all
-from lightning_par.pipeline.between_steps.weight_updates import update_weights
+from lightning_par.pipeline.between_steps.units.given_objects import Given
+from lightning_par.pipeline.between_steps.units.unit_inputs import UnitInputs
+from lightning_par.pipeline.between_steps.units.unit_runs import UnitRuns
+from lightning_par.pipeline.between_steps.weights.send_away import Placement
+from lightning_par.pipeline.between_steps.weights.weight_reads import brought_to_all
+from lightning_par.pipeline.between_steps.weights.weight_updates import update_weights
 from lightning_par.pipeline.program.update_calls import UpdateCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.pipeline.between_steps.unit_graph import innermost
-from lightning_par.pipeline.between_steps.unlinked import no_gradients, unlinked
+from lightning_par.pipeline.between_steps.graphs.unit_graph import innermost
+from lightning_par.pipeline.between_steps.graphs.unlinked import no_gradients, unlinked
 from lightning_par.private.leaf_hooks import number_of_leaf_hooks
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded import backward_reach

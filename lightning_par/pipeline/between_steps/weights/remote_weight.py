@@ -1,7 +1,7 @@
 """A weight or buffer that lives on some ranks of a pipeline, as user code between two steps sees it on every rank.
 
-What functions of it do is said in `lightning_par.pipeline.between_steps.weight_functions`, and who knows of all weights
-in `lightning_par.pipeline.between_steps.remote_reads`.
+What functions of it do is said in `lightning_par.pipeline.between_steps.weights.weight_functions`, and who knows of all
+weights in `lightning_par.pipeline.between_steps.remote_reads`.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.known_objects import Known
-from lightning_par.pipeline.between_steps.given_objects import Done, Given
-from lightning_par.pipeline.between_steps.unit_changes import Left, UnitChanges
-from lightning_par.pipeline.between_steps.unit_graph import UnitGraph, in_graph, innermost
-from lightning_par.pipeline.between_steps.unit_inputs import UnitInputs
+from lightning_par.pipeline.between_steps.graphs.unit_graph import UnitGraph, in_graph, innermost
+from lightning_par.pipeline.between_steps.units.given_objects import Done, Given
+from lightning_par.pipeline.between_steps.units.unit_changes import Left, UnitChanges
+from lightning_par.pipeline.between_steps.units.unit_inputs import UnitInputs
 from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.effects import log_and_say
 from lightning_par.pipeline.effects.logged_outputs import LayersHeard, LogRecord, OutputRecorder

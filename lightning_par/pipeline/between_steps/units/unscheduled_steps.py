@@ -6,8 +6,8 @@ import warnings
 from typing import Any
 
 from lightning_par.mesh.layout import Groups
-from lightning_par.pipeline.between_steps.module_calls import Outside
-from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
+from lightning_par.pipeline.between_steps.units.module_calls import Outside
+from lightning_par.pipeline.between_steps.units.unit_by_unit import UnitByUnit, run_unit_by_unit
 from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.trial.step import Step
