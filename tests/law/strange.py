@@ -711,11 +711,22 @@ class DoesWithoutInALayer(Base):
         self.b = _MaySort()  # type: ignore[assignment]
 
 
+class PoolsWhatItPicks(Base):
+    """How many are pooled is read of what the model picks: torch says by a ValueError that made-up ones are too few."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0]).flatten(0, 1)
+        picked = y.mean(-1).topk(20).indices
+        owner = torch.arange(4).repeat_interleave(6)[picked]
+        pooled = y.new_zeros(int(owner.max()) + 1, C).index_add(0, owner, y[picked])
+        return F.cross_entropy(pooled, batch[1])
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, ChecksItsChoices,
                  LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting, ReversibleLayers,
                  ReversibleByHand, RewordsErrors, RewordsErrorsInALayer, RewordsRefusals, DoesWithout,
-                 DoesWithoutInALayer)
+                 DoesWithoutInALayer, PoolsWhatItPicks)
 }  # fmt: skip

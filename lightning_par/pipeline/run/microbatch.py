@@ -30,9 +30,12 @@ class WholeBatchesAdvised(AbstractContextManager[None]):
         """Nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        mixing = error
+        mixing, seen = error, set[int]()
         while mixing is not None and not isinstance(mixing, SamplesMixError):  # the user's code may reword it
-            mixing = mixing.__cause__ or mixing.__context__
+            seen.add(id(mixing))
+            mixing = mixing.__cause__
+            if id(mixing) in seen:  # errors may name one another
+                return
         if mixing is not None:
             raise ValueError(
                 f"Samples of this batch need one another, which none of the first batch did: {mixing}. Write "

@@ -176,8 +176,8 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
         if isinstance(said, UnitError) and said.value is not None and said.unit is not None:
             said.hands_out, said.value = attributes_with(said.value, copy, said.unit, homes), None
         run.check_fit(error)
-        if isinstance(error, (TypeError, RuntimeError, IndexError)) and type(error).__module__ == "builtins":
-            error.read_at = None if isinstance(error, NotImplementedError) else run.read_at  # type: ignore[union-attr]
+        if not isinstance(error, (NotImplementedError, NoScheduleError, SamplesMixError)):  # which are the trial's own
+            error.read_at = run.read_at  # type: ignore[attr-defined]
         raise
     refuse_backward_hooks(run, copy.modules())
     run.values.kept.append(result)

@@ -218,7 +218,9 @@ class StepValues:
 
 
 def _share(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the batch alone share memory; what is fake has no address."""
+    """Whether two tensors of the batch alone share memory; what is fake has no address, what is sparse no one memory."""
+    if not x.layout == other.layout == torch.strided:
+        return False
     if is_large(x) or is_large(other):
         return memory_of(x) == memory_of(other)
     return x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
