@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.pipeline.plan.no_schedule import NoScheduleError
@@ -217,9 +218,13 @@ class StepValues:
             waiting += [other for other, _ in node.next_functions]
 
 
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
 def _share(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the batch alone share memory; what is fake has no address, what is sparse no one memory."""
-    if not x.layout == other.layout == torch.strided:
+    """Whether two tensors of the batch alone share memory; what is fake has no address, what is sparse no memory of
+    its own."""
+    if {x.layout, other.layout} & _SPARSE:
         return False
     if is_large(x) or is_large(other):
         return memory_of(x) == memory_of(other)
