@@ -722,22 +722,11 @@ class PoolsWhatItPicks(Base):
         return F.cross_entropy(pooled, batch[1])
 
 
-class WritesBesideSparse(Base):
-    """Counts into a tensor of its own beside a sparse one, which has no memory to share."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        near = torch.eye(C, dtype=batch[0].dtype).to_sparse_csr()
-        scale = torch.ones(C, dtype=batch[0].dtype)
-        scale[1:] = 0.5
-        y = self(batch[0]) * scale
-        return F.mse_loss(y, batch[0].flip(1)) + (near @ near).values().sum() * y.mean()
-
-
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, ChecksItsChoices,
                  LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting, ReversibleLayers,
                  ReversibleByHand, RewordsErrors, RewordsErrorsInALayer, RewordsRefusals, DoesWithout,
-                 DoesWithoutInALayer, PoolsWhatItPicks, WritesBesideSparse)
+                 DoesWithoutInALayer, PoolsWhatItPicks)
 }  # fmt: skip
