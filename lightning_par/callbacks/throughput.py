@@ -89,7 +89,7 @@ class ThroughputMixin:
     def look(self, first: FirstStep) -> None:
         """Find the model's FLOPs, before it is laid out over ranks. All ranks must call it."""
         if self.flops_per_batch is None and first.trains and first.batch is not None:
-            self._find(step_flops(first.recorded(grad=True)), first.batch)
+            self._find(step_flops(first.recorded()), first.batch)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._flops = None
@@ -107,7 +107,7 @@ class ThroughputMixin:
             began = self._now(trainer)
             shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
             context = trainer.strategy.precision_plugin.forward_context
-            recording = record_step(pl_module, "training_step", batch, shared=shared, context=context, grad=True)
+            recording = record_step(pl_module, "training_step", batch, shared=shared, context=context)
             self._find(step_flops(recording), batch)
             self._began += self._now(trainer) - began
 

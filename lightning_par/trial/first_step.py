@@ -70,7 +70,6 @@ class FirstStep:
         prepare: Callable[[Any], Any] | None = None,
         listeners: Listeners | None = None,
         twin: bool = False,
-        grad: bool = False,
     ) -> Recording:
         """A recording of its own.
 
@@ -78,13 +77,12 @@ class FirstStep:
             prepare: makes of the batch what the step is given.
             listeners: see `record_step`.
             twin: see `record_step`.
-            grad: see `record_step`.
         """
         step = self.step()
         loaders = count_loaders(self.trainer)
         return record_step(
             self.module, step.name, self.batch, shared=step.shared, context=step.context, prepare=prepare,
-            loaders=loaders, listeners=listeners, twin=twin, grad=grad,
+            loaders=loaders, listeners=listeners, twin=twin,
         )  # fmt: skip
 
     def step(self) -> Step:

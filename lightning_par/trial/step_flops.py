@@ -32,7 +32,7 @@ def step_flops(recording: Recording) -> int | None:
 
         model = nn.Linear(8, 16)
         model.training_step = lambda batch: model(batch).sum()
-        flops = step_flops(record_step(model, "training_step", torch.ones(4, 8), grad=True))
+        flops = step_flops(record_step(model, "training_step", torch.ones(4, 8)))
         assert flops == 2 * 2 * 4 * 8 * 16  # the batch needs no gradient
     """
     if recording.stopped is not None:

@@ -67,12 +67,13 @@ def record_step(
     patterns: Patterns | None = None,
     listeners: Listeners | None = None,
     twin: bool = False,
-    grad: bool = False,
     device: torch.device | None = None,
     hears_started: bool = False,
     planned: bool = False,
 ) -> Recording:
-    """Record ``module.<step>(batch, 0)``.
+    """Record ``module.<step>(batch, 0)``, with autograd on in a training step and off in others, as runs have it.
+
+    A step may go by it, as by ``if h.requires_grad:``; and a training step's tensors tell which gradients it needs.
 
     Args:
         module: any module; it is left as it was.
@@ -85,7 +86,6 @@ def record_step(
         patterns: of the guesses that did in an earlier recording.
         listeners: what listens to the step, made for each run of it.
         twin: whether to record what the step would do on ``batch`` itself, too, and let the listener hear that.
-        grad: whether the events' tensors tell which gradients the step would need; slower.
         device: where tensors that the module has on ``meta`` are taken to lie; by default there.
         hears_started: whether listeners hear a step, too, before which hooks of the start of a run had to be called.
         planned: whether it is for a plan, which takes little memory: large values of the batch are fake.
@@ -103,13 +103,8 @@ def record_step(
 
     def explored(starts: bool) -> Trial[Recording]:
         trial = partial(run.trial, starts)
-        with torch.set_grad_enabled(grad):
-            best = explore(trial, patterns)
-        if best.value.stopped is not None and best.guesses.endless is None:
-            with torch.enable_grad():  # the step may ask for gradients of its own, as a gradient penalty does
-                again = explore(trial, best.value.patterns)
-            best = again if again.worth >= best.worth else best
-        return best
+        with torch.set_grad_enabled(step == STEPS["fit"]):
+            return explore(trial, patterns)
 
     best = explored(False)
     if best.value.stopped is not None and not best.done and start_hooks(module):  # it may lack what these set

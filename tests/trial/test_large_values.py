@@ -143,7 +143,7 @@ def test_what_a_known_mask_chooses_of_a_huge_value_takes_no_memory() -> None:
             return y[mask].mean() + y[mask, :7].sum() + y[:, None][mask[:, None]].std()
 
     batch = torch.zeros(HUGE, 2).index_fill(0, torch.arange(0, HUGE, 2), 1.0)
-    found = record_step(Chooses(), "training_step", batch, grad=True)
+    found = record_step(Chooses(), "training_step", batch)
     assert found.is_whole, found.stopped
     chosen = [tuple(e.result.shape) for e in found.events if e.name == "__getitem__" and e.result.requires_grad]
     assert chosen == [(HUGE // 2, HUGE), (HUGE // 2, 7), (HUGE, 1, HUGE), (HUGE // 2, HUGE)]

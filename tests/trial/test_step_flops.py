@@ -55,7 +55,7 @@ def _layers() -> nn.Sequential:
 
 
 def _counted(net: Net, batch: Tensor) -> int | None:
-    return step_flops(record_step(net, "training_step", batch, grad=True))
+    return step_flops(record_step(net, "training_step", batch))
 
 
 FIRST, SECOND = 2 * 5 * 8 * 16, 2 * 5 * 16 * 4

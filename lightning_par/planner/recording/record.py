@@ -54,7 +54,7 @@ def record(
 
     with kernels(gpu):
         recording = record_step(
-            module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
+            module, "training_step", batch, context=around, listeners=listener, device=torch.device("cpu"),
             hears_started=True, planned=True,
         )  # fmt: skip
     if recording.stopped is not None:
