@@ -18,6 +18,7 @@ from lightning_par.planner.machine.machines import Machine
 from lightning_par.planner.machine.precisions import read_precision
 from lightning_par.planner.memory.weight_copies import sharing_stages
 from lightning_par.planner.messages.clipped import Clip
+from lightning_par.planner.messages.stored_parts import stored_part
 from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
 from lightning_par.planner.recording.batch_sizes import count_tokens, first_samples
@@ -102,7 +103,8 @@ class Planner:
         tokens = count_tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         calls = tuple(call.path for call in self.step.calls)
-        self.tree = ModuleUses(built, calls, self.step.uses, self.step.backwards, self.step.trained)
+        step = self.step
+        self.tree = ModuleUses(built, calls, step.uses, step.backwards, step.trained, step.hooked_again)
         self._profiles: dict[Any, Profile] = {}
         self._cuts: dict[Any, StageCut] = {}
         self._steps: dict[int, RecordedStep] = {}
@@ -175,6 +177,7 @@ class Planner:
             () if self.fused else tuple(sorted(sharing_stages(one, self._run(0)))),
             self.machine.gpu,
             one.microbatches > 1,
+            self._looked_at(one, count, asked),
         )
         storage = None
         if one.stored and not self.fused and layout.pipeline == 1 and layout.data * layout.sequence > 1:
@@ -186,6 +189,13 @@ class Planner:
             cut = cut_stages(self.tree.module, step, count, asked, self._cut(count, asked))
             self._sent[key] = replay(step, dealt, cut, place, storage)
         return self._sent[key]
+
+    def _looked_at(self, one: Candidate, count: int, asked: Any) -> frozenset[str]:
+        """Parameters whose hooks meet sums over the axes: of one stored in parts, ranks have parts of the sum itself."""
+        held = self.profile(one.layout.tensor, count, asked).stages.held(range(count))
+        ranks = one.layout.data * one.layout.sequence
+        hooked = (stored_part(x, 0, ranks, 0, one.stored) for x in held if x.name in self.tree.hooked)
+        return frozenset(part.parameter.name for part in hooked if not part.message)
 
     def _divides(self, ranks: int) -> bool:
         """Whether ``ranks`` have as many tokens each, as far as that is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import nn
@@ -117,6 +117,7 @@ class ModuleUses:
         uses: of each parameter, the calls of modules that use it.
         backwards: that the step runs itself: before each, how many calls had begun.
         trained: of each of these, the parameters that require a gradient as it begins; replicas average them all then.
+        hooked: how many hooks of the user's the gradients of parameters meet, by these' first names.
     """
 
     module: nn.Module
@@ -124,6 +125,7 @@ class ModuleUses:
     uses: Mapping[str, Sequence[Use]]
     backwards: tuple[int, ...] = ()
     trained: tuple[frozenset[str], ...] = ()
+    hooked: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, call: int) -> int:
         """How many backwards the step had run as a call began."""

@@ -78,6 +78,7 @@ class Recording:
         ends: where the step runs backward itself, of a plan.
         applied: calls of the user's autograd functions, of a plan.
         drew_for_cache: whether a function under `functools.lru_cache` drew.
+        unstarted: how hooks that Lightning calls before the step failed on fakes, where they were called and did.
         plain: of a run on sharded tensors, what the step would do on whole ones, where that was asked for and is known.
     """
 
@@ -94,6 +95,7 @@ class Recording:
     applied: tuple[Applied, ...] = ()
     plain: Recording | None = None
     names: tuple[str, ...] = ()
+    unstarted: str | None = None
 
     @cached_property
     def met(self) -> int:

@@ -10,12 +10,15 @@ from lightning_par.python_state.code_names import functions_in, names_of
 from lightning_par.python_state.user_code import is_users_code, packages_of
 from lightning_par.strategies.entry_points import start_hooks
 
-_HANG = frozenset("register_forward_hook register_forward_pre_hook".split())
+_HANG = frozenset(
+    "register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook "
+    "register_hook register_post_accumulate_grad_hook".split()
+)
 
 
 def hang_hooks(module: Any) -> bool:
-    """Whether the start hooks of ``module``, or what they call, name what hangs forward hooks on layers: a step that
-    runs without these may do something else."""
+    """Whether the start hooks of ``module``, or what they call, name what hangs hooks on layers, or on gradients of
+    weights: a step that runs without these may do something else."""
     packages = packages_of(module)
     waiting, met = start_hooks(module), set[types.CodeType]()
     while waiting:

@@ -29,7 +29,7 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.drawing_caches import tried
 from lightning_par.python_state.kept import kept
 from lightning_par.python_state.nested_tensors import cloned
-from lightning_par.python_state.user_code import line_of
+from lightning_par.python_state.user_code import line_of, told_with_line
 from lightning_par.sharded.tensor import OutOfSightError
 from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.strategies.entry_points import (
@@ -48,6 +48,7 @@ from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, 
 from lightning_par.trial.listener import Listener, Listeners
 from lightning_par.trial.module_copy import copied, stand_in
 from lightning_par.trial.recording import Recording, returned
+from lightning_par.trial.start_hooks import hang_hooks
 from lightning_par.trial.twin_recorder import TwinRecorder
 
 _LARGE = 2**24  # elements of a tensor that a trial has a fake of rather than a copy
@@ -106,10 +107,21 @@ def record_step(
         with torch.set_grad_enabled(step == STEPS["fit"]):
             return explore(trial, patterns)
 
-    best = explored(False)
+    first = planned and hang_hooks(module)
+    best = explored(first)
     if best.value.stopped is not None and not best.done and start_hooks(module):  # it may lack what these set
-        best = max(best, explored(True), key=lambda found: found.worth)
+        best = max(best, explored(not first), key=lambda found: found.worth)
     return best.value
+
+
+def _started(copy: Any, step: str, batch: Any) -> str | None:
+    """Call what Lightning calls before the first ``step``; what of it did not end, on fakes, and why."""
+    try:
+        with generators.kept(), quiet():
+            call_start_hooks(copy, step, batch)
+    except Exception as error:  # of the user's hooks
+        return told_with_line(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -159,9 +171,7 @@ class _Run:
             for name in ("toggle_optimizer", "untoggle_optimizer"):  # which gradients the copy's weights require
                 setattr(copy, name, no_modes()(MethodType(getattr(type(self.module), name), copy)))
         batch = copied(self.batch)
-        if starts:
-            with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
-                call_start_hooks(copy, self.step, batch)
+        unstarted = _started(copy, self.step, batch) if starts else None
         if listener is not None:
             listener.begin(copy)
         given, names = tensors_of(batch), (*names_of(batch),)  # before the step puts others there: `batch["mask"] = m`
@@ -171,6 +181,7 @@ class _Run:
         found = Recording(events, parameters, tensors, result, stopped, refused, guesses.patterns)
         applied, told = tuple(recorder.calls), recorder.drew_for_cache
         found = replace(found, names=names, ends=tuple(recorder.ends), applied=applied, drew_for_cache=told)
+        found = replace(found, unstarted=unstarted)
         if stopped is not None or (recorder.drew_for_cache and not self.planned):
             return found  # a run refuses by a trial of its own what a plan counts nevertheless
         return _heard(found, recorder, given)

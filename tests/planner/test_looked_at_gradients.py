@@ -66,6 +66,27 @@ class OnActivation(Model):
         return x
 
 
+class OnWeightOfRun(Model):
+    def on_train_start(self) -> None:
+        self.up.weight.register_hook(halved)
+        self.down.weight.register_hook(halved)
+
+
+class OnActivationOfRun(Model):
+    def on_fit_start(self) -> None:
+        def hang(module: nn.Module, given: Any, made: Tensor) -> None:
+            made.register_hook(halved)
+
+        self.up.register_forward_hook(hang)
+
+
+class OnWhatTrains(Model):
+    def between(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(halved)
+        return x
+
+
 class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,10 +127,27 @@ MISSED = {(Function, "shard_residual")}
 """Counted as what it calls: on tokens that a tensor axis shares out, its backward meets a sharded tensor in a plan."""
 ROWS = [(kind, name) for kind in KINDS for name in ("ring", "tensor", "shard_residual", "pipeline_ring", "tensor_ring")
         if (kind, name) not in REFUSED | MISSED]  # fmt: skip
+ROWS += [(kind, name) for kind in (OnWeightOfRun, OnActivationOfRun, OnWhatTrains) for name in
+         ("ring", "tensor", "shard_residual", "fsdp", "fsdp_tensor", "fsdp_ring", "fsdp_pipeline")
+         if (kind, name) != (OnWhatTrains, "fsdp_pipeline")]  # fmt: skip
+ROWS += [(OnWeightInStep, name) for name in ("fsdp", "fsdp_tensor", "fsdp_ring")]
+"""Which of those that a rank has in parts compute with the whole gradient, once each; of the step's two hang there as the
+second one ends."""
 
 
 @long()
-@slow(but=["OnWeight-shard_residual", "OnWeight-pipeline_ring", "OnActivation-ring", "Function-ring"])
+@slow(
+    but=[
+        "OnWeight-shard_residual",
+        "OnWeight-pipeline_ring",
+        "OnActivation-ring",
+        "Function-ring",
+        "OnWeightOfRun-fsdp",
+        "OnWhatTrains-tensor",
+        "OnActivationOfRun-ring",
+        "OnWeightInStep-fsdp_ring",
+    ]
+)
 @pytest.mark.parametrize(("kind", "name"), ROWS, ids=[f"{kind.__name__}-{name}" for kind, name in ROWS])
 def test_what_meets_whole_gradients_is_counted(kind: type[Model], name: str) -> None:
     layout = LAYOUTS[name]
@@ -127,6 +165,20 @@ def test_a_function_that_goes_by_values_is_named_and_counted_as_what_it_calls() 
     assert layout_dict(found.evaluate(LAYOUTS["ring"], 2))["ranks"][0]["sent"]["sequence"]
     assert any("what is gathered for Reads at" in note for note in found.notes)
     assert not any("Rounded" in note for note in _planner(Function).notes)
+
+
+class NeedsARun(OnWeightOfRun):
+    def on_train_start(self) -> None:
+        self.trainer.there_is_none.begin()
+        super().on_train_start()
+
+
+def test_what_is_not_known_of_hooks_is_told() -> None:
+    assert not any("hook" in note for note in _planner(Model).notes)
+    assert any("what hooks on up.weight, down.weight do with" in note for note in _planner(OnWeightOfRun).notes)
+    assert any("hooks that training_step hangs on weights" in note for note in _planner(OnWeightInStep).notes)
+    (note,) = (x for x in _planner(NeedsARun).notes if "what hooks before the first step do" in x)
+    assert "AttributeError" in note and "test_looked_at_gradients.py:" in note
 
 
 def test_a_function_that_can_not_run_as_one_is_counted_as_what_it_calls() -> None:

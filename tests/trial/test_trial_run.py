@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
@@ -201,3 +202,26 @@ def test_a_list_of_the_users_on_the_trainer_is_left_as_it_was() -> None:
     view = TrainerView(trainer)
     view.seen.append(2)
     assert view.seen == [1, 2] and trainer.seen == [1]
+
+
+class Asks(nn.Module):
+    """Goes by whether there is a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        made = self.net(batch)
+        return made.sin() if made.requires_grad and torch.is_grad_enabled() else made.cos()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("step", "last"), [("training_step", "sin"), ("validation_step", "cos")])
+@pytest.mark.parametrize("around", [True, False])
+def test_autograd_is_on_where_a_run_has_it(step: str, last: str, around: bool) -> None:
+    with torch.set_grad_enabled(around):
+        names = [event.name for event in record_step(Asks(), step, torch.ones(2, 4)).events]
+    assert last in names

@@ -14,7 +14,6 @@ from lightning_par.planner.messages.stored_parts import StoredPart, block_messag
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.recording.profile import Parameter
 from lightning_par.planner.recording.updates import WeightMessage, messages_of
-from lightning_par.planner.recording.users_hooks import hooked
 from lightning_par.planner.recording.uses import StageUses, Use
 from lightning_par.planner.replay.replay_run import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.times.layout_work import LayoutWork
@@ -67,7 +66,7 @@ class ByRank:
             own = self._own(pipeline)
             crosses = self.work.one.layout.pipeline > 1
             found = {
-                "data": self._gathered(own, self._parts(*key)),
+                "data": self._gathered(own, self._parts(*key)) + self._looked_at(self._parts(*key)),
                 "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
                 **self._activations(own, tensor, replica),
             }
@@ -118,8 +117,9 @@ class ByRank:
 
     def _met_by_hooks(self, own: Sequence[int], axis: str, tensor: int) -> float:
         """Of gradients of the stages' weights what the user's hooks meet summed over ``axis``, as each is delivered."""
-        names, bytes_each = hooked(self.work.run.tree.module), self.work.run.precision.gradients
-        met = (x for x in self.work.profile.stages.held(own) if x.name in names and x.trained)
+        names, bytes_each = self.work.run.tree.hooked, self.work.run.precision.gradients
+        held, (one, ranks) = self.work.profile.stages.held(own), (self.work.one, self.work.replicas.size)
+        met = (x for x in held if x.name in names and x.trained and not stored_part(x, 0, ranks, 0, one.stored).message)
         return sum(prod(x.part(tensor)) * bytes_each for x in met if axis == "sequence" or x.dim is None)
 
     def _pipeline(self, own: Sequence[int], tensor: int, replica: int) -> float:
@@ -180,6 +180,13 @@ class ByRank:
             return moved * others * one.accumulated
         by_stage = sum(self._by_blocks(self.work.profile.stages.uses[stage], parts) for stage in own)
         return by_stage * others * one.accumulated
+
+    def _looked_at(self, parts: Sequence[StoredPart]) -> float:
+        """Of gradients in parts that hooks of the user's meet: each is taken to compute with the whole one, once."""
+        hooks, p, one = self.work.run.tree.hooked, self.work.run.precision, self.work.one
+        met = (x for x in parts if x.message and x.parameter.trained and x.parameter.name in hooks)
+        ranks = ((x, self.work.replicas.size * (one.layout.tensor if x.parameter.dim is not None else 1)) for x in met)
+        return sum(hooks[x.parameter.name] * x.message * (n - 1) * p.gradients for x, n in ranks) * one.accumulated
 
     def _by_blocks(self, stage: StageUses, parts: Sequence[StoredPart]) -> float:
         """Bytes to each of the other ranks in a stage's forwards and backwards of a training step."""

@@ -7,7 +7,7 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.planner.recording.told_values import Told, hear_told, kept_by
+from lightning_par.planner.recording.users_hooks import hooked
 from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of, storage_of
@@ -103,6 +104,7 @@ class Heard:
         batch_values: in order, each memory once, without what the batch and the module hold themselves.
         regions: that backward runs again, in their order.
         told: what the step logged and printed, and what modules hold of it as it ends.
+        hooked: parameters on whose gradients hooks of the start of a run have hung some; see `hooked`.
     """
 
     calls: tuple[Call, ...]
@@ -112,6 +114,7 @@ class Heard:
     batch_values: tuple[BatchValue, ...]
     regions: tuple[Region, ...] = ()
     told: tuple[Told, ...] = ()
+    hooked: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepNotes(Surveyor):
@@ -136,11 +139,12 @@ class StepNotes(Surveyor):
         self._depth = 0  # of regions that are within one another
         self._told: list[Told] = []
         self._copy: nn.Module | None = None
+        self._hooked: dict[str, int] = {}
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
 
     def begin(self, copy: nn.Module) -> None:
         super().begin(copy)
-        self._copy = copy
+        self._copy, self._hooked = copy, hooked(copy)
         hear_told(copy, lambda value: self._tell(self.calls_made[self._running[-1]].path, tensors_in(value)))
 
     def _tell(self, path: str, values: Sequence[Tensor]) -> None:
@@ -208,7 +212,7 @@ class StepNotes(Surveyor):
         for path, x in () if self._copy is None else kept_by(self._copy):
             self._tell(path, [x])
         regions, told = tuple(self._regions), tuple(self._told)
-        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, regions, told)
+        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, regions, told, self._hooked)
 
     def keeps(self) -> AbstractContextManager[Any]:
         """Around the step: tensors that autograd keeps are heard."""

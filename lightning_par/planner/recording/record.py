@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +64,8 @@ def record(
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     blocks = plan_blocks(module, sizes)
     notes = _notes(recording, heard)
-    step = RecordedStep(recording, notes, heard.calls, heard.survey, (), blocks, samples, autocast, hooked(module))
+    hooks = Counter(hooked(module)) + Counter(heard.hooked)
+    step = RecordedStep(recording, notes, heard.calls, heard.survey, (), blocks, samples, autocast, hooks)
     begins = [i for i, home in enumerate(step.homes) if not i or home != step.homes[i - 1]]
     return replace(step, runs=told_apart(step, list(zip(begins, [*begins[1:], len(step.events)]))))
 

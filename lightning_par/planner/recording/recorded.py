@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,7 @@ class RecordedStep:
         blocks: whose weights are gathered together, if stored in parts.
         samples: in the recorded batch.
         autocast: the dtype in which torch's autocast ran products; None: it ran none.
-        hooked: first names of parameters on whose gradients the user has hooks.
+        hooked: how many hooks the user has on gradients of parameters as the step begins, by these' first names.
         folds: whether one of several runs that are alike stands for the others.
         given: how its batch is given to ranks that share out tokens, by their layout, once that was asked for.
     """
@@ -53,7 +53,7 @@ class RecordedStep:
     blocks: tuple[Block, ...]
     samples: int
     autocast: torch.dtype | None = None
-    hooked: frozenset[str] = frozenset()
+    hooked: Mapping[str, int] = field(default_factory=dict)
     folds: bool = True
     given: dict[Any, SequencePlan] = field(default_factory=dict, init=False, compare=False)
 
@@ -186,6 +186,13 @@ class RecordedStep:
         """One of `regions`."""
         heard: Heard = self.recording.heard
         return heard.regions[number - 1]
+
+    @cached_property
+    def hooked_again(self) -> Mapping[str, int]:
+        """As `hooked`, in the second step, which meets those that the first one has hung."""
+        hung = (x for event in self.events if event.name == "register_hook" for x in event.inputs[:1])
+        found = Counter(self.names[id(x)][0] for x in hung if id(x) in self.names)
+        return Counter(self.hooked) + found + found
 
     @cached_property
     def uses(self) -> dict[str, tuple[Use, ...]]:

@@ -7,6 +7,6 @@ from torch import nn
 from lightning_par.private.leaf_hooks import hooks_of
 
 
-def hooked(module: nn.Module) -> frozenset[str]:
-    """The first names of the parameters of ``module`` that have any."""
-    return frozenset(name for name, p in module.named_parameters() if hooks_of(p)[0])
+def hooked(module: nn.Module) -> dict[str, int]:
+    """How many the parameters of ``module`` have, by their first names, but for those that have none."""
+    return {name: len(hooks) for name, p in module.named_parameters() if (hooks := hooks_of(p)[0])}

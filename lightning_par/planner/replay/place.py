@@ -20,6 +20,7 @@ class Place:
         shared: stages that find copies of weights in low precision, and keep them.
         gpu: whether kernels are a GPU's.
         cuts: whether it runs microbatches of a batch.
+        looked_at: parameters of whose gradients hooks of the user's meet sums over these axes, by their first names.
     """
 
     tensor: tuple[int, int]
@@ -31,3 +32,4 @@ class Place:
     shared: tuple[int, ...] = ()
     gpu: bool = False
     cuts: bool = False
+    looked_at: frozenset[str] = frozenset()

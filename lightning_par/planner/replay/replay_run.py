@@ -155,7 +155,7 @@ class ReplayRun:
             # what backward makes of it is added to what is there
             leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
             summed_up(leaf)
-            if names[0] in self.step.hooked:
+            if names[0] in self.step.hooked and names[0] in self.place.looked_at:
                 leaf.register_hook(looks)
         taken = self._taken(number)
         here = [innermost(self.values.get(id(x), x)) for x in taken]
@@ -258,8 +258,8 @@ class ReplayRun:
         # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
         if event.func is returned or all(id(x) not in self.values for x in event.inputs):
             return
-        if event.name == "register_hook" and (x := self._value(event.args[0])).requires_grad:
-            x.register_hook(looks)
+        if event.name == "register_hook":
+            self._look_at(event.args[0])
         if not event.outputs:
             return
         if number in self.apart:
@@ -280,6 +280,12 @@ class ReplayRun:
         self._note_made(made, event.outputs, result)
         del args, kwargs, result, asked
         self._let_go(number)
+
+    def _look_at(self, x: Tensor) -> None:
+        """Hang a hook where the step hangs one."""
+        names, value = self.step.names.get(id(x)), self._value(x)
+        if value.requires_grad and (names is None or names[0] in self.place.looked_at):
+            value.register_hook(looks)
 
     def _let_go(self, number: int) -> None:
         """Of what the event ``number`` was the last to take, all but the loss."""
