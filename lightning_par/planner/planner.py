@@ -191,7 +191,7 @@ class Planner:
         return self._sent[key]
 
     def _looked_at(self, one: Candidate, count: int, asked: Any) -> frozenset[str]:
-        """Parameters whose hooks meet sums over the axes: of one stored in parts, ranks have parts of the sum itself."""
+        """Parameters whose hooks meet sums over the axes: of one stored in parts, ranks have parts of the sum."""
         held = self.profile(one.layout.tensor, count, asked).stages.held(range(count))
         ranks = one.layout.data * one.layout.sequence
         hooked = (stored_part(x, 0, ranks, 0, one.stored) for x in held if x.name in self.tree.hooked)

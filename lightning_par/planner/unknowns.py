@@ -56,6 +56,11 @@ def unknowns(planner: Planner) -> list[str]:
             f"not known: what hooks on {', '.join(hooked)} do with a gradient that data_parallel='fsdp' stores in "
             "parts; counted as if each gathered it once"
         )
+    if watched := planner.step.recording.heard.watched:
+        found.append(
+            f"not known: what is gathered of gradients for the backward hooks of {', '.join(watched)} where "
+            "shard_residual shares out tokens; counted as if nothing (a dry run counts it)"
+        )
     if planner.step.hooked_again != planner.step.hooked:
         found.append("counted as in the second step: hooks that training_step hangs on weights, one more with each")
     if own := planner.step.own_functions:

@@ -131,8 +131,7 @@ ROWS += [(kind, name) for kind in (OnWeightOfRun, OnActivationOfRun, OnWhatTrain
          ("ring", "tensor", "shard_residual", "fsdp", "fsdp_tensor", "fsdp_ring", "fsdp_pipeline")
          if (kind, name) != (OnWhatTrains, "fsdp_pipeline")]  # fmt: skip
 ROWS += [(OnWeightInStep, name) for name in ("fsdp", "fsdp_tensor", "fsdp_ring")]
-"""Which of those that a rank has in parts compute with the whole gradient, once each; of the step's two hang there as the
-second one ends."""
+"""Hooks on weights in parts compute with whole gradients, once each; of the step's there are two in the second one."""
 
 
 @long()
@@ -167,6 +166,11 @@ def test_a_function_that_goes_by_values_is_named_and_counted_as_what_it_calls() 
     assert not any("Rounded" in note for note in _planner(Function).notes)
 
 
+class Watches(Model):
+    def on_fit_start(self) -> None:
+        self.up.register_full_backward_hook(lambda module, given, made: None)
+
+
 class NeedsARun(OnWeightOfRun):
     def on_train_start(self) -> None:
         self.trainer.there_is_none.begin()
@@ -176,6 +180,7 @@ class NeedsARun(OnWeightOfRun):
 def test_what_is_not_known_of_hooks_is_told() -> None:
     assert not any("hook" in note for note in _planner(Model).notes)
     assert any("what hooks on up.weight, down.weight do with" in note for note in _planner(OnWeightOfRun).notes)
+    assert any("for the backward hooks of up where shard_residual" in note for note in _planner(Watches).notes)
     assert any("hooks that training_step hangs on weights" in note for note in _planner(OnWeightInStep).notes)
     (note,) = (x for x in _planner(NeedsARun).notes if "what hooks before the first step do" in x)
     assert "AttributeError" in note and "test_looked_at_gradients.py:" in note

@@ -19,6 +19,7 @@ from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.planner.recording.told_values import Told, hear_told, kept_by
 from lightning_par.planner.recording.users_hooks import hooked
 from lightning_par.private.modes import no_modes
+from lightning_par.private.module_hooks import number_of_backward_hooks
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of, storage_of
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -104,6 +105,7 @@ class Heard:
         batch_values: in order, each memory once, without what the batch and the module hold themselves.
         regions: that backward runs again, in their order.
         told: what the step logged and printed, and what modules hold of it as it ends.
+        watched: names of modules with backward hooks of the user's.
         hooked: parameters on whose gradients hooks of the start of a run have hung some; see `hooked`.
     """
 
@@ -115,6 +117,7 @@ class Heard:
     regions: tuple[Region, ...] = ()
     told: tuple[Told, ...] = ()
     hooked: Mapping[str, int] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()
 
 
 class StepNotes(Surveyor):
@@ -140,11 +143,13 @@ class StepNotes(Surveyor):
         self._told: list[Told] = []
         self._copy: nn.Module | None = None
         self._hooked: dict[str, int] = {}
+        self._watched: tuple[str, ...] = ()
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
 
     def begin(self, copy: nn.Module) -> None:
         super().begin(copy)
         self._copy, self._hooked = copy, hooked(copy)
+        self._watched = tuple(path for path, m in copy.named_modules() if number_of_backward_hooks(m))
         hear_told(copy, lambda value: self._tell(self.calls_made[self._running[-1]].path, tensors_in(value)))
 
     def _tell(self, path: str, values: Sequence[Tensor]) -> None:
@@ -211,8 +216,8 @@ class StepNotes(Surveyor):
         values = tuple(self._batch_values.values())
         for path, x in () if self._copy is None else kept_by(self._copy):
             self._tell(path, [x])
-        regions, told = tuple(self._regions), tuple(self._told)
-        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, regions, told, self._hooked)
+        regions, told, hooks = tuple(self._regions), tuple(self._told), (self._hooked, self._watched)
+        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, regions, told, *hooks)
 
     def keeps(self) -> AbstractContextManager[Any]:
         """Around the step: tensors that autograd keeps are heard."""

@@ -107,7 +107,8 @@ def cut_stages(
     apart = {call.event for call in updates}
     told = told_values(step, lambda path: any(f"{path}.".startswith(f"{unit}.") for unit in plan.homes), outside)
     calls = filled([None if note is None else units[note.call] or 0 for note in step.notes], 0)
-    crossing = tuple(_across(step, start, apart, told) for start in starts)
+    returned = _returned(step, calls)
+    crossing = tuple((*_across(step, start, apart, told), *_across_units(returned, start)) for start in starts)
     held, grows = _held(step, homes, starts, apart), {} if like is None else _grows(step, crossing, like.crossing)
     return StageCut(starts, held, crossing, values, (*homes,), updates, plan, calls, told, grows)
 
@@ -165,6 +166,28 @@ def _across(
     the step ends, but for what is made ``apart``."""
     there = ((x, made) for x, made, taken in step.lives if start and (taken >= start or id(x) in told))
     return tuple(x for x, made in there if made < start and made not in apart)
+
+
+def _returned(step: RecordedStep, calls: Sequence[int]) -> list[tuple[Tensor, int, int]]:
+    """What units make of no weight, as masks, and others take; each with the events that make it and take it last.
+
+    Args:
+        step: as recorded.
+        calls: of each event the call of a unit that it is in; 0: it is in none, and all ranks run it.
+    """
+    made: dict[int, tuple[Tensor, int]] = {}
+    taken: dict[int, int] = {}
+    for number, event in enumerate(step.events):
+        taken.update((id(x), number) for x in event.inputs if id(x) in made and calls[made[id(x)][1]] != calls[number])
+        new = (x for x in event.outputs if calls[number] and id(x) not in step.of_model and id(x) not in step.names)
+        for x in new:
+            made.setdefault(id(x), (x, number))
+    return [(*made[key], last) for key, last in taken.items()]
+
+
+def _across_units(returned: Sequence[tuple[Tensor, int, int]], start: int) -> tuple[Tensor, ...]:
+    """Those of `_returned` that are there when the event ``start`` begins, and taken from there on."""
+    return tuple(x for x, made, taken in returned if made < start <= taken)
 
 
 def _grows(

@@ -174,7 +174,8 @@ class ReplayRun:
                 copy_weights([*leaves.values()], self.step.autocast)
             with counted("F"), casting(self.step.autocast):
                 self._forward(made, first, end)
-                for x in (leave := [x for x in self._taken(number + 1) if id(x) in made]):
+                leave = [x for x in self._taken(number + 1) if id(x) in made and id(x) in self.step.of_model]
+                for x in leave:
                     self.values[id(x)] = leaving(self.values[id(x)], self.tensor, self._goes_back(x, end))
             roots, grads, after = self._ends(made, leave)
             if self.blocks is not None:
