@@ -17,7 +17,7 @@ from lightning_par.planner.layouts.stage_trial import ASKER, Staged, StageTrial
 from lightning_par.planner.machine.machines import Machine
 from lightning_par.planner.machine.precisions import read_precision
 from lightning_par.planner.memory.weight_copies import sharing_stages
-from lightning_par.planner.messages.clipped import Clip
+from lightning_par.planner.messages.clipped import Clip, read_clip
 from lightning_par.planner.messages.stored_parts import stored_part
 from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
@@ -104,7 +104,8 @@ class Planner:
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         calls = tuple(call.path for call in self.step.calls)
         step = self.step
-        self.tree = ModuleUses(built, calls, step.uses, step.backwards, step.trained, step.hooked_again)
+        norms = sum(read_clip(*clip) == "norm" for clip in step.recording.heard.clips)
+        self.tree = ModuleUses(built, calls, step.uses, step.backwards, step.trained, step.hooked_again, norms)
         self._profiles: dict[Any, Profile] = {}
         self._cuts: dict[Any, StageCut] = {}
         self._steps: dict[int, RecordedStep] = {}

@@ -118,6 +118,7 @@ class ModuleUses:
         backwards: that the step runs itself: before each, how many calls had begun.
         trained: of each of these, the parameters that require a gradient as it begins; replicas average them all then.
         hooked: how many hooks of the user's the gradients of parameters meet, by these' first names.
+        norms: of gradients, by which the step clips them itself.
     """
 
     module: nn.Module
@@ -126,6 +127,7 @@ class ModuleUses:
     backwards: tuple[int, ...] = ()
     trained: tuple[frozenset[str], ...] = ()
     hooked: Mapping[str, int] = field(default_factory=dict)
+    norms: int = 0
 
     def after(self, call: int) -> int:
         """How many backwards the step had run as a call began."""

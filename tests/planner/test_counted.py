@@ -27,15 +27,16 @@ DEFAULT = [
 
 OTHERS = [
     "mlp_custom_autograd-ring", "mlp_custom_autograd-tensor", "mlp_gradient_penalty-ring", "gan-ring",
+    "gan-tensor", "gan-fsdp", "hf_t5-interleaved",
     "experts-tensor", "experts-ring", "hf_mixtral-tensor", "hf_deepseek-tensor",
     "mlp_gradient_penalty-tensor", "mlp_branches-tensor", "mlp_branches-data_tensor", "mlp_writes_in_place-tensor",
     "torch_attention-fsdp", "torch_attention_5_heads-fsdp", "hf_t5-fsdp", "mlp_gradient_penalty-fsdp",
     "mlp_statistics-1f1b", "torch_attention-1f1b", "torch_attention-pipeline_tensor",
 ]  # fmt: skip
-"""Steps that run backward or ask gradients themselves; experts, which get as many tokens in all as was said; layers
-that look alike, of whose values different things become; a view of a weight that a call within another uses; a tied
-embedding, of which the module that it is named by is not called; stages whose values end in buffers, or have the
-size of the whole batch though nothing of it."""
+"""Steps that run backward, clip or ask gradients themselves; masks that layers hand to other stages; experts, which get
+as many tokens in all as was said; layers that look alike, of whose values different things become; a view of a weight
+that a call within another uses; a tied embedding, of which the module that it is named by is not called; stages whose
+values end in buffers, or have the size of the whole batch though nothing of it."""
 
 
 @long(but=["mlp_custom_autograd-ring", "mlp_gradient_penalty-fsdp"])
@@ -73,6 +74,14 @@ def test_what_cannot_be_run_again_is_told_with_its_line(monkeypatch: pytest.Monk
 
 def test_what_has_the_whole_batch_s_size_crosses_so_with_each_microbatch() -> None:
     assert [rank.sent["pipeline"] for rank in planned("torch_attention", LAYOUTS["1f1b"])] == [9216, 9216]
+
+
+def test_masks_that_layers_hand_to_other_stages_are_counted() -> None:
+    assert planned("hf_t5", LAYOUTS["interleaved"])[0].sent["pipeline"] == 29316
+
+
+def test_what_a_step_clips_by_itself_is_counted() -> None:
+    assert planned("gan", LAYOUTS["tensor"])[0].sent["tensor"] == 628
 
 
 def test_gradients_that_a_step_asks_of_its_batch_are_counted() -> None:

@@ -66,10 +66,12 @@ class NormSum:
 
 
 def norm_sums(work: LayoutWork, pipeline: int) -> list[NormSum]:
-    """Those that a rank with the index ``pipeline`` joins in a step of the optimizer."""
+    """Those that a rank with the index ``pipeline`` joins in a step of the optimizer; where the step clips by itself,
+    each norm is taken to be of weights that are spread in all of these ways."""
     one, devices, replicas = work.one, work.run.machine.devices, work.replicas
     layout = one.layout
-    if work.run.clip != "norm":
+    times = work.run.tree.norms or (work.run.clip == "norm")
+    if not times:
         return []
     together = Group(replicas.size * layout.tensor, min(replicas.inside * layout.tensor, devices))
     found = []
@@ -82,7 +84,7 @@ def norm_sums(work: LayoutWork, pipeline: int) -> list[NormSum]:
     if layout.pipeline > 1:
         group = group_of(layout.pipeline, layout.sequence * layout.tensor, devices)
         found.append(NormSum("pipeline", group, _OVER_STAGES))
-    return found
+    return found * times
 
 
 def norm_seconds(work: LayoutWork) -> dict[str, float]:

@@ -1,10 +1,24 @@
-"""What a Trainer refuses of a module that runs backward and its optimizers itself."""
+"""What a Trainer refuses of a module that runs backward and its optimizers itself, and what its step clips."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from lightning_par.trial.step import optimizes_by_hand
+
+
+def hear_clips(copy: nn.Module, tell: Callable[[Any, Any], None]) -> None:
+    """``tell`` is called with the bound and the algorithm of what ``copy``, a trial's LightningModule, clips by itself
+    from now on."""
+
+    def clip_gradients(optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        tell(gradient_clip_val, gradient_clip_algorithm)
+
+    if optimizes_by_hand(copy):
+        vars(copy).update(clip_gradients=clip_gradients)
 
 
 def refuse_of_trainer(module: nn.Module, clip: str = "", accumulated: int = 1) -> None:

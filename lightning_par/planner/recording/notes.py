@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
+from lightning_par.planner.recording.by_hand import hear_clips
 from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.planner.recording.told_values import Told, hear_told, kept_by
 from lightning_par.planner.recording.users_hooks import hooked
@@ -105,6 +106,7 @@ class Heard:
         batch_values: in order, each memory once, without what the batch and the module hold themselves.
         regions: that backward runs again, in their order.
         told: what the step logged and printed, and what modules hold of it as it ends.
+        clips: bounds and algorithms of the clips of gradients that the step makes itself.
         watched: names of modules with backward hooks of the user's.
         hooked: parameters on whose gradients hooks of the start of a run have hung some; see `hooked`.
     """
@@ -118,6 +120,7 @@ class Heard:
     told: tuple[Told, ...] = ()
     hooked: Mapping[str, int] = field(default_factory=dict)
     watched: tuple[str, ...] = ()
+    clips: tuple[tuple[Any, Any], ...] = ()
 
 
 class StepNotes(Surveyor):
@@ -144,12 +147,14 @@ class StepNotes(Surveyor):
         self._copy: nn.Module | None = None
         self._hooked: dict[str, int] = {}
         self._watched: tuple[str, ...] = ()
+        self._clips: list[tuple[Any, Any]] = []
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
 
     def begin(self, copy: nn.Module) -> None:
         super().begin(copy)
         self._copy, self._hooked = copy, hooked(copy)
         self._watched = tuple(path for path, m in copy.named_modules() if number_of_backward_hooks(m))
+        hear_clips(copy, lambda *clip: self._clips.append(clip))
         hear_told(copy, lambda value: self._tell(self.calls_made[self._running[-1]].path, tensors_in(value)))
 
     def _tell(self, path: str, values: Sequence[Tensor]) -> None:
@@ -216,7 +221,11 @@ class StepNotes(Surveyor):
         values = tuple(self._batch_values.values())
         for path, x in () if self._copy is None else kept_by(self._copy):
             self._tell(path, [x])
-        regions, told, hooks = tuple(self._regions), tuple(self._told), (self._hooked, self._watched)
+        regions, told, hooks = (
+            tuple(self._regions),
+            tuple(self._told),
+            (self._hooked, self._watched, tuple(self._clips)),
+        )
         return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, regions, told, *hooks)
 
     def keeps(self) -> AbstractContextManager[Any]:
