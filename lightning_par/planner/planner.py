@@ -122,6 +122,11 @@ class Planner:
             return batch
 
     @property
+    def own_functions(self) -> list[str]:
+        """The user's autograd functions that were counted as those that they call, on whatever part of the batch."""
+        return [*dict.fromkeys(x for step in (self.step, *self._steps.values()) for x in step.own_functions)]
+
+    @property
     def notes(self) -> list[str]:
         """What is assumed, and what is not known."""
         return unknowns(self)

@@ -49,6 +49,11 @@ def unknowns(planner: Planner) -> list[str]:
             f"not known: what {' and '.join(hooks)} of the module sends, as of weights of other ranks; counted as if "
             "nothing (a dry run counts it)"
         )
+    if hasattr(planner.tree.module, "configure_callbacks") and is_users(planner.tree.module, "configure_callbacks"):
+        found.append(
+            "not known: what callbacks that configure_callbacks of the module makes send, as of weights of other "
+            "ranks; counted as if nothing (a dry run counts it)"
+        )
     if unstarted := planner.step.recording.unstarted:
         found.append(f"not known: what hooks before the first step do, as of gradients: without values {unstarted}")
     if hooked := planner.tree.hooked:
@@ -63,7 +68,7 @@ def unknowns(planner: Planner) -> list[str]:
         )
     if planner.step.hooked_again != planner.step.hooked:
         found.append("counted as in the second step: hooks that training_step hangs on weights, one more with each")
-    if own := planner.step.own_functions:
+    if own := planner.own_functions:
         found.append(
             f"not known: what is gathered for {' and '.join(own)} along tensor and sequence, and of their gradients; "
             "counted as the functions that they call"

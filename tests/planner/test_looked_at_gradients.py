@@ -166,6 +166,11 @@ def test_a_function_that_goes_by_values_is_named_and_counted_as_what_it_calls() 
     assert not any("Rounded" in note for note in _planner(Function).notes)
 
 
+class HasCallbacks(Model):
+    def configure_callbacks(self) -> Any:
+        return [L.Callback()]
+
+
 class Watches(Model):
     def on_fit_start(self) -> None:
         self.up.register_full_backward_hook(lambda module, given, made: None)
@@ -178,7 +183,8 @@ class NeedsARun(OnWeightOfRun):
 
 
 def test_what_is_not_known_of_hooks_is_told() -> None:
-    assert not any("hook" in note for note in _planner(Model).notes)
+    assert not any("hook" in note or "callback" in note for note in _planner(Model).notes)
+    assert any("what callbacks that configure_callbacks" in note for note in _planner(HasCallbacks).notes)
     assert any("what hooks on up.weight, down.weight do with" in note for note in _planner(OnWeightOfRun).notes)
     assert any("for the backward hooks of up where shard_residual" in note for note in _planner(Watches).notes)
     assert any("hooks that training_step hangs on weights" in note for note in _planner(OnWeightInStep).notes)
@@ -186,5 +192,7 @@ def test_what_is_not_known_of_hooks_is_told() -> None:
     assert "AttributeError" in note and "test_looked_at_gradients.py:" in note
 
 
-def test_a_function_that_can_not_run_as_one_is_counted_as_what_it_calls() -> None:
-    assert layout_dict(_planner(Function).evaluate(LAYOUTS["shard_residual"], 2))["ranks"][0]["sent"]["tensor"]
+def test_a_function_that_can_not_run_as_one_is_named_and_counted_as_what_it_calls() -> None:
+    found = _planner(Function)
+    assert layout_dict(found.evaluate(LAYOUTS["shard_residual"], 2))["ranks"][0]["sent"]["tensor"]
+    assert any("what is gathered for Rounded at" in note for note in found.notes)

@@ -43,6 +43,7 @@ class RecordedStep:
         hooked: how many hooks the user has on gradients of parameters as the step begins, by these' first names.
         folds: whether one of several runs that are alike stands for the others.
         given: how its batch is given to ranks that share out tokens, by their layout, once that was asked for.
+        taken_apart: calls of the user's autograd functions that a replay had to run by the functions that they call.
     """
 
     recording: Recording
@@ -56,6 +57,7 @@ class RecordedStep:
     hooked: Mapping[str, int] = field(default_factory=dict)
     folds: bool = True
     given: dict[Any, SequencePlan] = field(default_factory=dict, init=False, compare=False)
+    taken_apart: list[Applied] = field(default_factory=list, init=False, compare=False)
 
     @property
     def root(self) -> ModuleCall | None:
@@ -116,8 +118,8 @@ class RecordedStep:
 
     @property
     def own_functions(self) -> tuple[str, ...]:
-        """The user's autograd functions that `whole_calls` has not, each with the line that calls it."""
-        whole = self.whole_calls
+        """The user's autograd functions that `whole_calls` has not or were `taken_apart`, each with its call's line."""
+        whole = [call for call in self.whole_calls if call not in self.taken_apart]
         left = [f"{call.name} at {call.place}" for call in self.recording.applied if call not in whole]
         return tuple(dict.fromkeys(left))
 

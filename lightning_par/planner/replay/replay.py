@@ -47,6 +47,7 @@ def replay(
     except Exception:  # of whatever kind, where the user's autograd functions run as one
         if not step.whole_calls:
             raise
+    step.taken_apart.extend(step.whole_calls)
     plain = replace(step, recording=replace(step.recording, applied=()))  # by the functions that they call
     return _replayed(plain, dealt, cut, place, storage)
 
