@@ -61,6 +61,11 @@ def unknowns(planner: Planner) -> list[str]:
             f"not known: what hooks on {', '.join(hooked)} do with a gradient that data_parallel='fsdp' stores in "
             "parts; counted as if each gathered it once"
         )
+    if gathers := planner.step.recording.heard.gathers:
+        found.append(
+            f"not known: what self.all_gather sends to other replicas at {', '.join(gathers)}; counted as if nothing "
+            "(a dry run counts it)"
+        )
     if watched := planner.step.recording.heard.watched:
         found.append(
             f"not known: what is gathered of gradients for the backward hooks of {', '.join(watched)} where "

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_par import dry_run
 from lightning_par.planner.machine.machines import read_machine
@@ -87,6 +88,25 @@ class OnWhatTrains(Model):
         return x
 
 
+class ReturnsMore(Model):
+    """Beside the loss, what ranks have parts of."""
+
+    def training_step(self, batch: Tensor) -> Any:
+        self.seen: Any = None
+        return {"loss": super().training_step(batch), "seen": self.seen}
+
+    def between(self, x: Tensor) -> Tensor:
+        self.seen = x.detach() * 2
+        return x
+
+
+class RunsAgain(Model):
+    """By the reentrant kind of checkpointing, which is handed whole tensors."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: x + self.down(self.up(x).relu()), x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
 class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -130,6 +150,8 @@ ROWS = [(kind, name) for kind in KINDS for name in ("ring", "tensor", "shard_res
 ROWS += [(kind, name) for kind in (OnWeightOfRun, OnActivationOfRun, OnWhatTrains) for name in
          ("ring", "tensor", "shard_residual", "fsdp", "fsdp_tensor", "fsdp_ring", "fsdp_pipeline")
          if (kind, name) != (OnWhatTrains, "fsdp_pipeline")]  # fmt: skip
+ROWS += [(RunsAgain, name) for name in ("ring", "ulysses", "tensor")]
+ROWS += [(ReturnsMore, name) for name in ("ring", "shard_residual", "tensor")]
 ROWS += [(OnWeightInStep, name) for name in ("fsdp", "fsdp_tensor", "fsdp_ring")]
 """Hooks on weights in parts compute with whole gradients, once each; of the step's there are two in the second one."""
 
@@ -142,6 +164,8 @@ ROWS += [(OnWeightInStep, name) for name in ("fsdp", "fsdp_tensor", "fsdp_ring")
         "OnActivation-ring",
         "Function-ring",
         "OnWeightOfRun-fsdp",
+        "ReturnsMore-ring",
+        "RunsAgain-ring",
         "OnWhatTrains-tensor",
         "OnActivationOfRun-ring",
         "OnWeightInStep-fsdp_ring",
@@ -171,6 +195,16 @@ class HasCallbacks(Model):
         return [L.Callback()]
 
 
+class Gathers(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return x + self.all_gather(x).mean()  # type: ignore[union-attr]
+
+
+class Factors(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters(), lr=0.1)
+
+
 class Watches(Model):
     def on_fit_start(self) -> None:
         self.up.register_full_backward_hook(lambda module, given, made: None)
@@ -186,6 +220,9 @@ def test_what_is_not_known_of_hooks_is_told() -> None:
     assert not any("hook" in note or "callback" in note for note in _planner(Model).notes)
     assert any("what callbacks that configure_callbacks" in note for note in _planner(HasCallbacks).notes)
     assert any("what hooks on up.weight, down.weight do with" in note for note in _planner(OnWeightOfRun).notes)
+    assert any("what self.all_gather sends to other replicas at" in note for note in _planner(Gathers).notes)
+    assert any("what Adafactor keeps, which goes by the shapes" in note for note in _planner(Factors).notes)
+    assert not any("all_gather" in note or "shapes" in note for note in _planner(Model).notes)
     assert any("for the backward hooks of up where shard_residual" in note for note in _planner(Watches).notes)
     assert any("hooks that training_step hangs on weights" in note for note in _planner(OnWeightInStep).notes)
     (note,) = (x for x in _planner(NeedsARun).notes if "what hooks before the first step do" in x)

@@ -17,7 +17,7 @@ from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.planner.recording.by_hand import hear_clips
 from lightning_par.planner.recording.checkpointed import Region
-from lightning_par.planner.recording.told_values import Told, hear_told, kept_by
+from lightning_par.planner.recording.told_values import Told, hear_gathers, hear_told, kept_by
 from lightning_par.planner.recording.users_hooks import hooked
 from lightning_par.private.modes import no_modes
 from lightning_par.private.module_hooks import number_of_backward_hooks
@@ -106,6 +106,7 @@ class Heard:
         batch_values: in order, each memory once, without what the batch and the module hold themselves.
         regions: that backward runs again, in their order.
         told: what the step logged and printed, and what modules hold of it as it ends.
+        gathers: lines at which the step gathers what other replicas have.
         clips: bounds and algorithms of the clips of gradients that the step makes itself.
         watched: names of modules with backward hooks of the user's.
         hooked: parameters on whose gradients hooks of the start of a run have hung some; see `hooked`.
@@ -121,6 +122,7 @@ class Heard:
     hooked: Mapping[str, int] = field(default_factory=dict)
     watched: tuple[str, ...] = ()
     clips: tuple[tuple[Any, Any], ...] = ()
+    gathers: tuple[str, ...] = ()
 
 
 class StepNotes(Surveyor):
@@ -148,12 +150,14 @@ class StepNotes(Surveyor):
         self._hooked: dict[str, int] = {}
         self._watched: tuple[str, ...] = ()
         self._clips: list[tuple[Any, Any]] = []
+        self._gathers: dict[str, None] = {}
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
 
     def begin(self, copy: nn.Module) -> None:
         super().begin(copy)
         self._copy, self._hooked = copy, hooked(copy)
         self._watched = tuple(path for path, m in copy.named_modules() if number_of_backward_hooks(m))
+        hear_gathers(copy, lambda line: self._gathers.update({line: None}))
         hear_clips(copy, lambda *clip: self._clips.append(clip))
         hear_told(copy, lambda value: self._tell(self.calls_made[self._running[-1]].path, tensors_in(value)))
 
@@ -224,7 +228,7 @@ class StepNotes(Surveyor):
         regions, told, hooks = (
             tuple(self._regions),
             tuple(self._told),
-            (self._hooked, self._watched, tuple(self._clips)),
+            (self._hooked, self._watched, tuple(self._clips), tuple(self._gathers)),
         )
         return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values, regions, told, *hooks)
 

@@ -75,11 +75,12 @@ def optimizer_state(module: nn.Module) -> OptimizerState:
 
 def _of_each(module: nn.Module, found: list[torch.optim.Optimizer]) -> OptimizerState:
     kept: dict[int, StateBytes] = {}
-    unknown = set()
+    unknown, by_shape = set(), set()
     for optimizer in found:
         for group in optimizer.param_groups:
             try:
-                each = _probed(optimizer, group)
+                each, goes_by_shape = _probed(optimizer, group)
+                by_shape |= {type(optimizer).__name__} if goes_by_shape else set()
             except Exception:  # as of one that takes sparse gradients
                 unknown.add(type(optimizer).__name__)
                 each = _AS_ADAM
@@ -92,6 +93,11 @@ def _of_each(module: nn.Module, found: list[torch.optim.Optimizer]) -> Optimizer
     note = "" if found else "configure_optimizers gives none"
     if unknown:
         note = f"the state of {' and '.join(sorted(unknown))} is taken to be as large as AdamW's"
+    if by_shape:
+        note = (
+            f"not known: what {' and '.join(sorted(by_shape))} keeps, which goes by the shapes of weights, and what "
+            "ranks gather for it where they have parts of these; counted as of one small weight, and as if nothing"
+        )
     left = frozenset(name for name, p in module.named_parameters() if id(p) not in kept)
     return OptimizerState(names, most, others, note, left)
 
@@ -106,11 +112,12 @@ def _optimizers(given: Any) -> Iterator[torch.optim.Optimizer]:
             yield from _optimizers(one)
 
 
-def _probed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateBytes:
+def _probed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[StateBytes, bool]:
+    """What is kept of a small weight, and whether that goes by more than how many elements it has."""
     weight = nn.Parameter(torch.ones(_SHAPE))
     options = {name: x for name, x in group.items() if name not in _OF_DEVICE}
     state = state_after_a_step(optimizer, weight, {**options, **dict.fromkeys(_OF_DEVICE, False)})
     tensors = [x for x in state.values() if isinstance(x, Tensor)]
     by_element = sum(x.nbytes for x in tensors if x.numel() == weight.numel()) / weight.numel()
     by_parameter = sum(x.nbytes for x in tensors if x.numel() != weight.numel())
-    return StateBytes(by_element, by_parameter)
+    return StateBytes(by_element, by_parameter), any(x.numel() not in (1, weight.numel()) for x in tensors)

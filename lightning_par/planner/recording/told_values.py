@@ -12,6 +12,7 @@ from lightning_par.private.modes import no_modes
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import writes_into
+from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.trial.fake_functions import is_fake
 from lightning_par.trial.recording import metric_update
 
@@ -49,6 +50,19 @@ def hear_told(copy: nn.Module, tell: Callable[[Any], None]) -> None:
         tell((args, kwargs))
 
     vars(copy).update(log=log, log_dict=log_dict, print=print_)
+
+
+def hear_gathers(copy: nn.Module, tell: Callable[[str], None]) -> None:
+    """``tell`` is called with the lines at which ``copy``, a trial's LightningModule, gathers what replicas have."""
+    gathers = getattr(copy, "all_gather", None)
+    if gathers is None or not hasattr(copy, "automatic_optimization"):
+        return
+
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
+        tell(user_line())
+        return gathers(*args, **kwargs)
+
+    vars(copy).update(all_gather=all_gather)
 
 
 def kept_by(copy: nn.Module) -> Iterator[tuple[str, Tensor]]:

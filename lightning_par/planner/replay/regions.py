@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_par.planner.recording.checkpointed import Region
 from lightning_par.planner.replay.gpu_kernels import kernels
 from lightning_par.private.pytree import tree_leaves
-from lightning_par.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_par.planner.replay.replay_run import ReplayRun
@@ -29,7 +28,7 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
         end: the one behind the last.
     """
     given = {id(x): run.values[id(x)] for x in _begins(run, first, end)}
-    if region.reentrant and not _has_parts(run, given):
+    if region.reentrant and run.blocks is None:  # nothing gathers stored weights for a second run with its own graph
         _run_reentrant(run, given, made, (first, end))
         return
     second = _Second(run, first, end)
@@ -49,12 +48,6 @@ def run_again(run: ReplayRun, region: Region, made: set[int], first: int, end: i
             events, use_reentrant=False, context_fn=region.context_fn,
             preserve_rng_state=False, determinism_check="none",
         )  # fmt: skip
-
-
-def _has_parts(run: ReplayRun, given: dict[int, Any]) -> bool:
-    """Whether a region begins with tensors that are split, of which a run makes whole ones, or with weights that are
-    stored in parts, which nothing here gathers for a second run with a graph of its own."""
-    return run.blocks is not None or any(isinstance(x, ShardedTensor) for x in given.values())
 
 
 def _run_reentrant(run: ReplayRun, given: dict[int, Any], made: set[int], span: tuple[int, int]) -> None:

@@ -40,7 +40,7 @@ from lightning_par.sharded.gradient_shares import unshared
 from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.rules.lookup import dispatch
 from lightning_par.sharded.rules.several_axes import Mix
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.tensor.plan import Dealt
 from lightning_par.trial.applied_functions import Applied
 from lightning_par.trial.fake_functions import is_fake, run_on_fakes
@@ -257,7 +257,12 @@ class ReplayRun:
     def _run_event(self, made: set[int], number: int) -> None:
         event = self.step.events[number]
         # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
-        if event.func is returned or all(id(x) not in self.values for x in event.inputs):
+        if all(id(x) not in self.values for x in event.inputs):
+            return
+        if event.func is returned:  # which leaves the step whole
+            with torch.no_grad():
+                for x in event.inputs:
+                    full(self.values.get(id(x), x))
             return
         if event.name == "register_hook":
             self._look_at(event.args[0])
