@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,8 +29,8 @@ def names_of(batch: Any) -> list[str]:
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 walk(item, f"{name}[{number}]")
-        elif hasattr(value, "__dataclass_fields__") and not value.__dataclass_params__.frozen:  # that stays as it is
-            for key in value.__dataclass_fields__:
+        elif is_dataclass(value):
+            for key in (one.name for one in fields(value) if hasattr(value, one.name)):
                 walk(getattr(value, key), f"{name}.{key}" if name else key)
 
     walk(batch, "")

@@ -29,6 +29,7 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.referents import all_tensors_in
 from lightning_par.python_state.tensor_classes import class_of, of_its_class, plain
 from lightning_par.sharded.run_state import RunState
 from lightning_par.trial.step import Step
@@ -230,7 +231,8 @@ class Programs:
         self.refused[self._signature(step, program.microbatches)[:-1]] = reason
 
     def _signature(self, step: Step, microbatches: int) -> Any:
-        tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad, class_of(x)) for x in tensors_in(step.batch))
+        held = all_tensors_in(step.batch)  # in objects of any class, too, as the graphs of torch_geometric are
+        tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad, class_of(x)) for x in held)
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
             trained = hash(tuple(map(_requires_grad, map(_second, self.tree.parameters())))) if step.grad else 0
         modes = hash(tuple(map(_training, map(_second, self.tree.modules()))))

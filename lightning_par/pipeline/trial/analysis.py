@@ -64,10 +64,6 @@ class Analysis(AnalysisNotes):
         layouts: where tensors that depend on the batch alone hold samples.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.saying():
-            return super().__torch_function__(func, types, args, kwargs)
-
     def enter_module(self, path: str, numel: int) -> None:
         if numel:
             self.about_to_call()

@@ -84,6 +84,16 @@ class FakeRun(CallTree, Run):
         self.classes: BatchClasses | None = None  # of the batch's tensors, where some are none of torch's
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__" and name_of(func) == "grad":  # it may be replaced
+            self.reads_gradients |= not makes_fakes(sys._getframe(1))
+        with self.saying():
+            return self._asked(func, types, args, kwargs)
+
+    def saying(self) -> AbstractContextManager[None]:
+        """Around what may tell the user's code that its step can't be run so."""
+        return nullcontext()
+
+    def _asked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
             raise NotImplementedError(
                 f"{user_line()}: torch.distributed.{func.__name__} is called within a step, of which each rank of the "
@@ -96,8 +106,6 @@ class FakeRun(CallTree, Run):
                 "of the pipeline has, and the others would have None. Take it by `x.register_hook`, which all ranks "
                 "run, or use TensorParallelStrategy."
             )
-        if getattr(func, "__name__", "") == "__get__" and name_of(func) == "grad":  # it may be replaced
-            self.reads_gradients |= not makes_fakes(sys._getframe(1))
         if getattr(func, "__name__", "") in DRAWING:
             result, cached = drew_for_cache(lambda: self._heard(func, types, args, kwargs))
             if cached is not None:
