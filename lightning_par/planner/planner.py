@@ -35,7 +35,7 @@ from lightning_par.planner.recording.recorded import RecordedStep, casting
 from lightning_par.planner.recording.stages import StageCut, cut_stages
 from lightning_par.planner.replay.place import Place
 from lightning_par.planner.replay.replay import replay
-from lightning_par.planner.replay.replay_run import StageReplay
+from lightning_par.planner.replay.stage_replay import StageReplay
 from lightning_par.planner.replay.storage import Storage
 from lightning_par.planner.times.local_work import Recompute
 from lightning_par.planner.unknowns import unknowns, weights_alone

@@ -15,7 +15,7 @@ from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.recording.profile import Parameter
 from lightning_par.planner.recording.updates import WeightMessage, messages_of
 from lightning_par.planner.recording.uses import StageUses, Use
-from lightning_par.planner.replay.replay_run import RETURNED, TAKEN, StageReplay
+from lightning_par.planner.replay.stage_replay import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.times.layout_work import LayoutWork
 
 LOSS_BYTES = 4

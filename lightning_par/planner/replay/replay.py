@@ -17,7 +17,8 @@ from lightning_par.planner.recording.recorded import RecordedStep
 from lightning_par.planner.recording.stages import StageCut
 from lightning_par.planner.replay.gpu_kernels import kernels
 from lightning_par.planner.replay.place import Place
-from lightning_par.planner.replay.replay_run import ReplayRun, StageReplay
+from lightning_par.planner.replay.replay_run import ReplayRun
+from lightning_par.planner.replay.stage_replay import StageReplay
 from lightning_par.planner.replay.storage import Storage
 from lightning_par.python_state import generators
 from lightning_par.sequence.plan import SequencePlan

@@ -6,7 +6,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.ledger import ledger
-from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.backward import SplitBackward, backward, with_zeros
 from lightning_par.planner.memory.stage_trace import StageTrace, Taken, TraceRecorder
 from lightning_par.planner.recording.recorded import RecordedStep, casting
@@ -24,20 +22,20 @@ from lightning_par.planner.replay.counting_axis import CountingAxis, CountingRes
 from lightning_par.planner.replay.crossing_values import handed_on, leaving, nbytes, received
 from lightning_par.planner.replay.gathered_blocks import GatheredAgain, GatheredBlocks
 from lightning_par.planner.replay.place import Place
+from lightning_par.planner.replay.rank_values import tokens_of, weights_of
 from lightning_par.planner.replay.regions import run_again
+from lightning_par.planner.replay.stage_replay import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.replay.storage import Storage, store
 from lightning_par.planner.replay.untold import untold
-from lightning_par.planner.replay.weight_leaves import copy_weights, leaf_of, looks, summed_up
+from lightning_par.planner.replay.weight_leaves import copy_weights, looks, summed_up
 from lightning_par.private.fake_tensors import unset_fake_temporarily
 from lightning_par.private.graph import made_by
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
-from lightning_par.private.tensors import mark_parameter
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sequence.plan import SequencePlan, asks, asks_in_parts
 from lightning_par.sharded.aliases.frames import innermost
 from lightning_par.sharded.gradient_shares import unshared
-from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.rules.lookup import dispatch
 from lightning_par.sharded.rules.several_axes import Mix
 from lightning_par.sharded.tensor import ShardedTensor, full
@@ -45,22 +43,6 @@ from lightning_par.tensor.plan import Dealt
 from lightning_par.trial.applied_functions import Applied
 from lightning_par.trial.fake_functions import is_fake, run_on_fakes
 from lightning_par.trial.recording import Event, returned
-
-TAKEN, RETURNED = "taken", "returned"
-"""Of a stage: bytes of the values that it takes from the one before it, and of the gradients that go back."""
-
-
-@dataclass(frozen=True)
-class StageReplay:
-    """What one microbatch is to a rank in one stage.
-
-    Attributes:
-        sent: bytes that the rank sends by axis; `TAKEN` and `RETURNED`.
-        trace: bytes of live tensors meanwhile; None where they are not counted.
-    """
-
-    sent: dict[str, float]
-    trace: StageTrace | None
 
 
 class ReplayRun:
@@ -104,12 +86,7 @@ class ReplayRun:
             if id(x) not in ends and id(x) not in told:
                 self.last[max(last, held.get(id(x), last))].append(id(x))
         self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
-        for x in step.recording.parameters.values():
-            self.values[id(x)] = self._parameter(x, dealt)
-        # what the step asks gradients of itself, as of a batch: what is made of it is looked at, too
-        for x in (x for event in step.events for x in event.inputs if id(x) not in step.of_model):
-            if id(x) not in self.values and x.requires_grad and x.is_leaf:
-                self.values[id(x)] = leaf_of(torch.empty_like(x), True, False)
+        self.values |= weights_of(step, dealt, self.tensor, self.fake)
         self.parts: dict[int, Tensor] = {}  # of parameters that are stored in parts, by their ids
         self.blocks: GatheredBlocks | None = None
         if storage is not None:
@@ -118,30 +95,7 @@ class ReplayRun:
         self.is_second = False  # whether it runs a region again, which has run before
         self.asked: list[bool] = []  # of each call of attention, whether it is for this rank's own tokens alone
         if self.tokens is not None and given is not None:
-            self._mark_batch(given)
-
-    def _parameter(self, x: Tensor, dealt: Dealt) -> Tensor:
-        key = id(self.step.stands.get(id(x), x))
-        positions = dealt.positions.get(key) if self.tensor.size > 1 else None
-        with self.fake:
-            if positions is None:
-                return leaf_of(torch.empty_like(x), x.requires_grad)
-            dim = dealt.search.found[key].dim
-            shape = [*x.shape]
-            shape[dim] = positions.count(self.tensor.rank)
-            part = leaf_of(torch.empty(shape, dtype=x.dtype, device=x.device), x.requires_grad)
-            note_part(part, self.tensor)
-            sharded = ShardedTensor(part, dim, positions, self.tensor)
-            mark_parameter(sharded)
-            return sharded
-
-    def _mark_batch(self, plan: SequencePlan) -> None:
-        self.tokens.zigzag = plan.zigzag
-        for number, x in enumerate(self.step.recording.batch):
-            dim = plan.dim_of(number, x)
-            positions: Positions | None = None if dim is None else self.tokens.spread(x.shape[dim])
-            if positions is not None and dim is not None:
-                self.values[id(x)] = BatchTensor(x.detach(), dim, positions, self.tokens)
+            self.values |= tokens_of(step, given, self.tokens)
 
     def stage(self, number: int, first: int, end: int) -> StageReplay:
         """Of the stage ``number``, the events from ``first`` to ``end``, forward and backward."""
