@@ -272,9 +272,8 @@ def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
 
 
 @slow()
-def test_a_layer_that_hands_out_a_loss_and_counts_is_refused_by_name(pool: Pool) -> None:
-    wrong, _ = _wrong(pool, ["RoutesAndCounts"], LAYOUTS["pipeline"])
-    assert "'a.1' hands out what other code uses, by balance, losses, said, and changes" in wrong["RoutesAndCounts"]
+def test_a_layer_that_hands_out_a_loss_and_counts_is_one_devices(pool: Pool) -> None:
+    assert _wrong(pool, ["RoutesAndCounts"], LAYOUTS["pipeline"])[0] == {}
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
