@@ -32,6 +32,9 @@ class Graph:
     def __call__(self) -> list[str]:
         return [*self.store.tensors]
 
+    def to(self, device: Any, **kwargs: Any) -> Graph:
+        return Graph(**{name: x.to(device, **kwargs) for name, x in self.store.tensors.items()})
+
     def __getattr__(self, name: str) -> Any:
         if name == "store":
             raise AttributeError(name)
