@@ -43,36 +43,7 @@ def unknowns(planner: Planner) -> list[str]:
         found.append(f"not known: what comes of {planner.untransferred}: planned for the batch as it is loaded")
     if clips_itself(planner.tree.module) and not planner.by_hand:
         found.append("not known: what configure_gradient_clipping of the module does; counted as Lightning's own")
-    hooks = [name for name in _HOOKS if hasattr(planner.tree.module, name) and is_users(planner.tree.module, name)]
-    if hooks:
-        found.append(
-            f"not known: what {' and '.join(hooks)} of the module sends, as of weights of other ranks; counted as if "
-            "nothing (a dry run counts it)"
-        )
-    if hasattr(planner.tree.module, "configure_callbacks") and is_users(planner.tree.module, "configure_callbacks"):
-        found.append(
-            "not known: what callbacks that configure_callbacks of the module makes send, as of weights of other "
-            "ranks; counted as if nothing (a dry run counts it)"
-        )
-    if unstarted := planner.step.recording.unstarted:
-        found.append(f"not known: what hooks before the first step do, as of gradients: without values {unstarted}")
-    if hooked := planner.tree.hooked:
-        found.append(
-            f"not known: what hooks on {', '.join(hooked)} do with a gradient that data_parallel='fsdp' stores in "
-            "parts; counted as if each gathered it once"
-        )
-    if gathers := planner.step.recording.heard.gathers:
-        found.append(
-            f"not known: what self.all_gather sends to other replicas at {', '.join(gathers)}; counted as if nothing "
-            "(a dry run counts it)"
-        )
-    if watched := planner.step.recording.heard.watched:
-        found.append(
-            f"not known: what is gathered of gradients for the backward hooks of {', '.join(watched)} where "
-            "shard_residual shares out tokens; counted as if nothing (a dry run counts it)"
-        )
-    if planner.step.hooked_again != planner.step.hooked:
-        found.append("counted as in the second step: hooks that training_step hangs on weights, one more with each")
+    found += _of_hooks(planner)
     if own := planner.own_functions:
         found.append(
             f"not known: what is gathered for {' and '.join(own)} along tensor and sequence, and of their gradients; "
@@ -93,6 +64,43 @@ def unknowns(planner: Planner) -> list[str]:
     for unknown in dict.fromkeys(one.unknown for one in planner.staged):
         if unknown:
             found.append(f"not known: whether a run would refuse a pipeline, or to cut its batch: {unknown}")
+    return found
+
+
+def _of_hooks(planner: Planner) -> list[str]:
+    """What hooks of the user's do, around a step and within it, and callbacks and gathers of the module's own."""
+    found: list[str] = []
+    module, heard = planner.tree.module, planner.step.recording.heard
+    hooks = [name for name in _HOOKS if hasattr(module, name) and is_users(module, name)]
+    if hooks:
+        found.append(
+            f"not known: what {' and '.join(hooks)} of the module sends, as of weights of other ranks; counted as if "
+            "nothing (a dry run counts it)"
+        )
+    if hasattr(module, "configure_callbacks") and is_users(module, "configure_callbacks"):
+        found.append(
+            "not known: what callbacks that configure_callbacks of the module makes send, as of weights of other "
+            "ranks; counted as if nothing (a dry run counts it)"
+        )
+    if unstarted := planner.step.recording.unstarted:
+        found.append(f"not known: what hooks before the first step do, as of gradients: without values {unstarted}")
+    if hooked := planner.tree.hooked:
+        found.append(
+            f"not known: what hooks on {', '.join(hooked)} do with a gradient that data_parallel='fsdp' stores in "
+            "parts; counted as if each gathered it once"
+        )
+    if gathers := heard.gathers:
+        found.append(
+            f"not known: what self.all_gather sends to other replicas at {', '.join(gathers)}; counted as if nothing "
+            "(a dry run counts it)"
+        )
+    if watched := heard.watched:
+        found.append(
+            f"not known: what is gathered of gradients for the backward hooks of {', '.join(watched)} where "
+            "shard_residual shares out tokens; counted as if nothing (a dry run counts it)"
+        )
+    if planner.step.hooked_again != planner.step.hooked:
+        found.append("counted as in the second step: hooks that training_step hangs on weights, one more with each")
     return found
 
 
