@@ -231,8 +231,11 @@ class Programs:
         self.refused[self._signature(step, program.microbatches)[:-1]] = reason
 
     def _signature(self, step: Step, microbatches: int) -> Any:
-        held = all_tensors_in(step.batch)  # in objects of any class, too, as the graphs of torch_geometric are
-        tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad, class_of(x)) for x in held)
+        held = tensors_in(step.batch)
+        known = {*map(id, held)}
+        # in objects of any class, too, as the graphs of torch_geometric are; a set has no order that ranks share
+        others = sorted(map(_form, (x for x in all_tensors_in(step.batch) if id(x) not in known)), key=repr)
+        tensors = (*map(_form, held), *others)
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
             trained = hash(tuple(map(_requires_grad, map(_second, self.tree.parameters())))) if step.grad else 0
         modes = hash(tuple(map(_training, map(_second, self.tree.modules()))))
@@ -270,3 +273,7 @@ class Programs:
         if trainer is None or self.deciding.isdisjoint(("optimizers", "lr_scheduler_configs")):
             return plain
         return (*plain, numbers_of(trainer.optimizers))
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.dtype, x.requires_grad, class_of(x)

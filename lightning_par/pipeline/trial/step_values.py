@@ -222,10 +222,12 @@ _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def _share(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the batch alone share memory; what is fake has no address, what is sparse no memory of
-    its own."""
-    if {x.layout, other.layout} & _SPARSE:
-        return False
+    """Whether two tensors of the batch alone share memory; what is fake has no address. What is sparse is taken to,
+    with what may be its values or indices: such a step runs layer by layer, which is right either way."""
+    sparse = [y.dtype for y in (x, other) if y.layout in _SPARSE]
+    if sparse:
+        dense = [y.dtype for y in (x, other) if y.layout not in _SPARSE]
+        return not dense or dense[0] in (sparse[0], torch.int64, torch.int32)
     if is_large(x) or is_large(other):
         return memory_of(x) == memory_of(other)
     return x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
