@@ -20,13 +20,14 @@ from lightning_par.sequence import blockwise, scheme, ulysses
 from lightning_par.sequence.all_gather import Gathered
 from lightning_par.sequence.attention_arguments import Arguments, read
 from lightning_par.sequence.attention_task import Task
+from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sequence.block_carrier import BlockCarrier, Whole
 from lightning_par.sequence.deep_masks import DeepMasks
 from lightning_par.sequence.ring import PURPOSE, Ring
 from lightning_par.sequence.scheme import AttentionSettings, Grid, Scheme
 from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.sharded.whole_draws import InexactDrawError
 
 
@@ -179,8 +180,8 @@ def _asked_whether_deep(call: Arguments, mask: Tensor, grid: Grid) -> Tensor:
     """Of which it is asked whether all of a row is huge: the mask that all layers are given; of a sharded one the rows
     on this rank."""
     assert call.mask is not None and call.given is not None
-    if not isinstance(call.given, ShardedTensor):
-        return call.given
+    if not isinstance(call.given, ShardedTensor) or isinstance(call.given, BatchTensor):
+        return full(call.given)
     return mask if call.mask_is_cut and grid.ulysses is not None else call.mask
 
 
@@ -206,11 +207,10 @@ def _own_mask(call: Arguments, grid: Grid) -> Tensor | None:
     if mask is None:
         return None
     inner, outer = grid.part(call.queries)
-    if not call.mask_is_cut:
-        mask = mask if grid.ulysses is None else ulysses.own_heads(mask, grid.ulysses)
-        return (
-            mask if grid.ring is None or mask.shape[2] == 1 else collectives.scatter(mask, 2, outer, grid.ring, PURPOSE)
-        )
+    whole = call.all_rows()
+    if whole is not None and (grid.ulysses is not None or not call.mask_is_cut):
+        own = whole if grid.ulysses is None else ulysses.own_heads(whole, grid.ulysses)
+        return own if grid.ring is None or own.shape[2] == 1 else collectives.scatter(own, 2, outer, grid.ring, PURPOSE)
     if grid.ulysses is None:
         return mask
     if mask.shape[1] == 1 or not mask.is_floating_point():

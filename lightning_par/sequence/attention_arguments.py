@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.positions import Positions
+from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sequence.ring import PURPOSE
 from lightning_par.sequence.scheme import Shapes
 from lightning_par.sharded.tensor import ShardedTensor
@@ -57,6 +58,14 @@ class Arguments:
         (B, H, _, d), keys = self.q.shape, self.k.shape[2] if self.keys is None else self.keys.size
         kv_heads = gcd(self.k.shape[1], self.v.shape[1])
         return Shapes(B, H, kv_heads, self.queries.size, keys, d, self.v.shape[3], self.keys is not None)
+
+    def all_rows(self) -> Tensor | None:
+        """``mask`` uncut, where this rank has all of it: of one that the batch alone determines it does."""
+        if self.mask is None or not self.mask_is_cut:
+            return self.mask
+        if not isinstance(self.given, BatchTensor):
+            return None
+        return _four(self.given.full_tensor().to(self.mask.dtype), self.batch)
 
     def result(self, out: Tensor) -> Tensor:
         """``out`` (B, H, T, e) with the dims and strides that torch gives it, so that the same views of it work."""

@@ -57,6 +57,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "ring_4": _SP | dict(sequence_parallel_size=4, attention="ring"),
     "data_tensor": _DP | _TP,
     "fsdp_tensor": _FSDP | _TP,
+    "pipeline_ulysses": _PP | _SP | dict(schedule="1f1b", attention="ulysses"),
     "fsdp_ring": _FSDP | _SP | dict(attention="ring"),
     "data_pipeline": _DP | _PP,
     "fsdp_pipeline": _FSDP | _PP,
