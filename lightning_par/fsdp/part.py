@@ -7,28 +7,25 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.block_call import release_blocks
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
+from lightning_par.fsdp.kept_whole import kept_whole, told
 from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after_calls
 from lightning_par.fsdp.stored_block import StoredBlock, entries_in_message, fits
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_values import agreed
 from lightning_par.mesh.layout import Groups
-from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.module_calls import is_within_call
 from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
-from lightning_par.sharded.overlapping_parameters import overlapping
-from lightning_par.sharded.packed_parameters import packed_parameters
 from lightning_par.sharded.patches import NODES, SHARDED, SHARES, STORED, Patches
 from lightning_par.sharded.rules.stored_weights import gathering_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
-from lightning_par.sharded.user_classes import with_own_ways
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.tensor.kept_tensors import make_held_whole
@@ -70,14 +67,12 @@ class StoragePart(Part):
         All ranks hold the same weights by now, whole or split over the tensor axis, those of their stages.
         """
         module = first.module
-        self.whole = _whole(module, first.trainer.callbacks)
+        self.whole = kept_whole(module, first.trainer.callbacks, first.trains)
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
                 if name in self.whole or is_elsewhere(parameter):
                     continue
                 if dim_of(parameter, self.peers.size) is not None:
-                    if first.trains:  # no gradient comes elsewhere, as in a predict after a fit that left its hooks
-                        _refuse_hooks(leaf(parameter), name)
                     stored = Stored.of(parameter, self.all, self.peers)
                     stored._name = name
                     become(parameter, stored, name)
@@ -162,15 +157,11 @@ class StoragePart(Part):
                 held = leaf(p)
                 size += held.numel() * held.element_size()
                 used += (p.shape.numel() if isinstance(p, Stored) else held.numel()) * held.element_size()
-        whole = "".join(f" {name} stays whole: it {why}." for name, why in self.whole.items())
-        return (
-            whole.lstrip()
-            + " " * bool(whole)
-            + (
-                f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
-                f"{bytes_text(used)}; gathered {self._where(module)}."
-            )
+        stored = (
+            f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
+            f"{bytes_text(used)}; gathered {self._where(module)}."
         )
+        return " ".join(filter(None, (told(self.whole), stored)))
 
     def _where(self, module: nn.Module) -> str:
         blocks = self.prefetch.blocks.blocks
@@ -194,20 +185,3 @@ def unstore(module: nn.Module) -> None:
                 whole = parameter.unstored()
                 gathering_of(parameter).views_of(parameter, leaf(whole))
                 become(parameter, whole, name)
-
-
-def _whole(module: nn.Module, callbacks: Iterable[Any]) -> dict[str, str]:
-    """The parameters that can't be stored in parts, and why."""
-    packed = with_own_ways(module) | packed_parameters(module)
-    shared = overlapping(module, callbacks)
-    return {name: f"shares memory with {other}" for name, other in shared.items()} | {
-        name: f"is {what}" for name, what in packed.items()
-    }
-
-
-def _refuse_hooks(parameter: Tensor, name: str) -> None:
-    if any(hooks_of(parameter)):
-        raise ValueError(
-            f"{name!r} has a hook of its gradient, which under data_parallel='fsdp' no rank has as one device has it. "
-            "Do it in on_before_optimizer_step, or write data_parallel='ddp'."
-        )

@@ -84,7 +84,7 @@ def _of_hooks(planner: Planner) -> list[str]:
         )
     if unstarted := planner.step.recording.unstarted:
         found.append(f"not known: what hooks before the first step do, as of gradients: without values {unstarted}")
-    if hooked := planner.tree.hooked:
+    if hooked := [name for name in planner.tree.hooked if name not in planner.step.whole]:
         found.append(
             f"not known: what hooks on {', '.join(hooked)} do with a gradient that data_parallel='fsdp' stores in "
             "parts; counted as if each gathered it once"

@@ -64,12 +64,14 @@ def _all(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _all(x)
 
 
-def functions_in(value: Any) -> list[Any]:
-    """The functions of a method, property or the like in a class body."""
+def functions_in(value: Any) -> list[types.FunctionType]:
+    """The functions of a method, property or the like in a class body, as far as they are Python's: a
+    ``staticmethod(len)`` has none."""
+    found = [value]
     if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [x for x in (value.fget, value.fset, value.fdel) if x is not None]
-    if isinstance(value, (functools.cached_property, functools.partialmethod)):
-        return [value.func]
-    return [value] if isinstance(value, types.FunctionType) else []
+        found = [value.__func__]
+    elif isinstance(value, property):
+        found = [value.fget, value.fset, value.fdel]
+    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+        found = [value.func]
+    return [x for x in found if isinstance(x, types.FunctionType)]

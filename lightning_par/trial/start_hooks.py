@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,14 +19,20 @@ _HANG = frozenset(
 
 def hang_hooks(module: Any) -> bool:
     """Whether the start hooks of ``module``, or what they call, name what hangs hooks on layers, or on gradients of
-    weights: a step that runs without these may do something else."""
+    weights: a step that runs without these may do something else. Of a hook that is no function of Python's it may be.
+    """
     packages = packages_of(module)
     waiting, met = start_hooks(module), set[types.CodeType]()
+    if not all(isinstance(x, types.FunctionType) for x in waiting):
+        return True
     while waiting:
         function = waiting.pop()
-        if function.__code__ in met or not is_users_code(function.__globals__.get("__name__"), packages):
+        if function.__code__ in met:
             continue
         met.add(function.__code__)
+        waiting += _closed_over(function)  # of a decorator, a library's, too: the function that it is put on
+        if not is_users_code(function.__globals__.get("__name__"), packages):
+            continue
         names = names_of(function.__code__)
         if not names.words.isdisjoint(_HANG):
             return True
@@ -34,6 +41,13 @@ def hang_hooks(module: Any) -> bool:
         waiting += [f for x in named if isinstance(x, type) for f in _methods(x)]
         waiting += [f for name, f in _named_methods(type(module)) if name in names.attributes]
     return False
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty yet
+            if isinstance(cell.cell_contents, types.FunctionType):
+                yield cell.cell_contents
 
 
 def _named_methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:

@@ -582,15 +582,13 @@ FEATURES: dict[str, Feature] = {
         like="activation checkpointing, `use_reentrant=False`",
     ),
     "`register_hook` of activations": Feature(lambda at: at.whole().fit(Activations())),
-    "`register_hook` of parameters": Feature(
-        lambda at: at.fit(Gradients(False)), {"data, fsdp": "has a hook of its gradient"}
-    ),
+    "`register_hook` of parameters": Feature(lambda at: at.fit(Gradients(False))),
     "`register_post_accumulate_grad_hook`": Feature(
         lambda at: at.fit(Gradients(True)),
         dict.fromkeys(
-            ("data, ddp", "tensor, shard_residual", "sequence"), "which runs before the ranks' gradients are synced"
-        )
-        | {"data, fsdp": "has a hook of its gradient"},
+            ("data, ddp", "data, fsdp", "tensor, shard_residual", "sequence"),
+            "which runs before the ranks' gradients are synced",
+        ),
     ),
     "forward hooks of modules": Feature(lambda at: at.whole().fit(Forwards())),
     "full backward hooks of modules": Feature(lambda at: at.whole().fit(Backwards())),

@@ -150,6 +150,8 @@ ROWS = [(kind, name) for kind in KINDS for name in ("ring", "tensor", "shard_res
 ROWS += [(kind, name) for kind in (OnWeightOfRun, OnActivationOfRun, OnWhatTrains) for name in
          ("ring", "tensor", "shard_residual", "fsdp", "fsdp_tensor", "fsdp_ring", "fsdp_pipeline")
          if (kind, name) != (OnWhatTrains, "fsdp_pipeline")]  # fmt: skip
+ROWS += [(OnWeight, name) for name in ("fsdp", "fsdp_kept", "fsdp_tensor", "fsdp_ring", "fsdp_pipeline")]
+"""Weights that have hooks before the run are stored in parts by no layout."""
 ROWS += [(RunsAgain, name) for name in ("ring", "ulysses", "tensor")]
 ROWS += [(ReturnsMore, name) for name in ("ring", "shard_residual", "tensor")]
 ROWS += [(OnWeightInStep, name) for name in ("fsdp", "fsdp_tensor", "fsdp_ring")]
@@ -161,6 +163,7 @@ ROWS += [(OnWeightInStep, name) for name in ("fsdp", "fsdp_tensor", "fsdp_ring")
     but=[
         "OnWeight-shard_residual",
         "OnWeight-pipeline_ring",
+        "OnWeight-fsdp_ring",
         "OnActivation-ring",
         "Function-ring",
         "OnWeightOfRun-fsdp",

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_par.fsdp.stored_parameter import dim_of_shape
 from lightning_par.planner.machine.links import Group, group_of, message_time
 from lightning_par.planner.recording.optimizer_state import OptimizerState
 from lightning_par.planner.recording.profile import Stages
@@ -115,7 +114,7 @@ def _spread(
             if x.name in seen or not optimizer.steps(x.name):
                 continue
             seen.add(x.name)
-            stored = storing > 1 and dim_of_shape(x.shape, storing, x.dim, x.counts) is not None
+            stored = storing > 1 and x.stored_dim(storing) is not None
             if stored or x.dim is not None:
                 way = stored, x.dim is not None
                 ways[way] = ways.get(way, False) or x.trained

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
 from lightning_par.fsdp.flat import ALIGNED
-from lightning_par.fsdp.stored_parameter import dim_of_shape
 from lightning_par.pipeline.plan.units import ancestors
 from lightning_par.planner.recording.profile import Parameter, Stages
 
@@ -49,7 +48,7 @@ def stored_part(parameter: Parameter, tensor: int, ranks: int, rank: int, stored
         assert stored_part(weight, 0, ranks=2, rank=1, stored=True).numel == 8
     """
     shape = parameter.part(tensor)
-    dim = dim_of_shape(parameter.shape, ranks, parameter.dim, parameter.counts) if stored else None
+    dim = parameter.stored_dim(ranks) if stored else None
     if dim is None:
         return StoredPart(parameter, prod(shape))
     size = shape[dim]

@@ -104,7 +104,7 @@ class _Reader:
             casts = self.casts.get(name, {True})
             self.known[name] = Parameter(
                 name, tuple(x.shape), dim, counts, x.requires_grad, x.itemsize, True in casts, False not in casts,
-                x.requires_grad and name in self.step.graded,
+                x.requires_grad and name in self.step.graded, name in self.step.whole,
             )  # fmt: skip
         return self.known[name]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
+from lightning_par.fsdp.stored_parameter import dim_of_shape
 from lightning_par.pipeline.plan.schedule import SCHEDULES, place_stages
 from lightning_par.planner.recording.operations import Operation, Use
 from lightning_par.planner.recording.updates import WeightCall
@@ -27,6 +28,7 @@ class Parameter:
         cast: whether functions take a copy of it in the precision of products.
         low: whether all that use it do.
         graded: whether a backward comes to it, so that it gets a gradient, and the optimizer has states of it.
+        whole: whether it isn't stored in parts by any layout; see `lightning_par.fsdp.kept_whole`.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Parameter:
     cast: bool = True
     low: bool = True
     graded: bool = True
+    whole: bool = False
 
     @property
     def numel(self) -> int:
@@ -48,6 +51,10 @@ class Parameter:
     def local(self) -> int:
         """Elements that a rank holds, at most."""
         return self.numel if self.dim is None else self.numel // self.shape[self.dim] * max(self.counts)
+
+    def stored_dim(self, ranks: int) -> int | None:
+        """The dim of which each of ``ranks`` that use the same of it can store a part, if any."""
+        return None if self.whole else dim_of_shape(self.shape, ranks, self.dim, self.counts)
 
     def part(self, rank: int) -> tuple[int, ...]:
         """The shape of what a rank of the tensor axis holds."""

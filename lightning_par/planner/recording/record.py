@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import plan_blocks
+from lightning_par.fsdp.kept_whole import kept_whole
 from lightning_par.planner.recording.checkpointed import regions_heard
 from lightning_par.planner.recording.notes import Heard, Note, StepNotes
 from lightning_par.planner.recording.recorded import RecordedStep, casting
@@ -65,7 +66,8 @@ def record(
     blocks = plan_blocks(module, sizes)
     notes = _notes(recording, heard)
     hooks = Counter(hooked(module)) + Counter(heard.hooked)
-    step = RecordedStep(recording, notes, heard.calls, heard.survey, (), blocks, samples, autocast, hooks)
+    whole = frozenset(kept_whole(module, ()))
+    step = RecordedStep(recording, notes, heard.calls, heard.survey, (), blocks, samples, autocast, hooks, whole)
     begins = [i for i, home in enumerate(step.homes) if not i or home != step.homes[i - 1]]
     return replace(step, runs=told_apart(step, list(zip(begins, [*begins[1:], len(step.events)]))))
 

@@ -41,6 +41,7 @@ class RecordedStep:
         samples: in the recorded batch.
         autocast: the dtype in which torch's autocast ran products; None: it ran none.
         hooked: how many hooks the user has on gradients of parameters as the step begins, by these' first names.
+        whole: first names of parameters that no layout stores in parts; see `lightning_par.fsdp.kept_whole`.
         folds: whether one of several runs that are alike stands for the others.
         given: how its batch is given to ranks that share out tokens, by their layout, once that was asked for.
         taken_apart: calls of the user's autograd functions that a replay had to run by the functions that they call.
@@ -55,6 +56,7 @@ class RecordedStep:
     samples: int
     autocast: torch.dtype | None = None
     hooked: Mapping[str, int] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
     folds: bool = True
     given: dict[Any, SequencePlan] = field(default_factory=dict, init=False, compare=False)
     taken_apart: list[Applied] = field(default_factory=list, init=False, compare=False)

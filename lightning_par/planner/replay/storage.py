@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.fsdp.stored_parameter import Stored, dim_of_shape
+from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.planner.messages.stored_parts import StoredPart, block_messages, stored_part
 from lightning_par.planner.recording.profile import Parameter
 from lightning_par.planner.recording.recorded import RecordedStep
@@ -107,7 +107,7 @@ def _weight(
     key: int, part: StoredPart, own: Tensor, held: Any, dtype: torch.dtype, ranks: int, tensor: int
 ) -> BlockWeight:  # fmt: skip
     parameter = part.parameter
-    dim = dim_of_shape(parameter.shape, ranks, parameter.dim, parameter.counts) or 0
+    dim = parameter.stored_dim(ranks) or 0
     shape = parameter.part(tensor)
 
     def used(whole: Tensor) -> Tensor:
