@@ -88,6 +88,9 @@ CASES = [
         [flags(4, 6)],
         [(0,), (1,)],
     ),
+    Case("max, min of all", lambda x: (x.detach().max(), torch.min(x.detach())), [x], every, local=None),
+    Case("max of all integers", lambda x: (x.max(), x.min()), [integers(9, 4, 6)], [(0,), (1,)], local=None),
+    Case("is any, is all", lambda x: (torch._is_any_true(x), torch._is_all_true(x)), [flags(4, 6)], [(0,), (1,)]),
     Case("any of floats", lambda x: (x.any(), x.any(1), x.all(0)), [zeros], every),
     Case("any of bytes", lambda x: (x.any(), x.all(1)), [flags(4, 6).to(torch.uint8)], [(0,), (1,)]),
     # Along one dim, first another than the sharded.

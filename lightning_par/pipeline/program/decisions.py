@@ -33,8 +33,11 @@ Outline = tuple[Any, ...]
 Again = Callable[[Guesses], tuple[Analysis, Any]]
 
 
-def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program) -> None:
+def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program) -> frozenset[int]:
     """See that whatever the step decides, it does the same, raises or returns no loss.
+
+    Before its last unit, where only microbatches are, what decides must be a check that raises, and of which each
+    microbatch's answer does for the whole batch's: that all of the samples are as they should be.
 
     Args:
         run: the recorded run.
@@ -42,12 +45,16 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
         whole: as ``again``, where samples may mix: a branch that ends in an exception may look at all of them.
         program: that was made of ``run``.
 
+    Returns:
+        The events before the last unit that check so.
+
     Raises:
-        SamplesMixError: a decision leads elsewhere, or comes before the last unit, where only microbatches are.
+        SamplesMixError: a decision leads elsewhere, or is another one before the last unit.
     """
+    early = frozenset(index for index, event in enumerate(run.events[: run.tail]) if event.kind == "read")
     if not run.guesses.decided:
-        return
-    early = program.plain_effects or any(event.kind == "read" for event in run.events[: run.tail])
+        return early
+    blind = program.plain_effects or not (early <= run.sure and early == guards_between_units(run, whole))
     waiting: list[tuple[Guesses, frozenset[Question]]] = [(run.guesses, frozenset())]
     outline, seen = _outline(run), 1
 
@@ -61,11 +68,12 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
                 continue
             seen += 1
             other = Guesses(guesses.with_other(place))
-            if early or seen > TRIES or not (_leads_to(again, other, outline) or guards(other, place)):
+            if blind or seen > TRIES or not (_leads_to(again, other, outline) or guards(other, place)):
                 file, line, _ = place[1]
                 raise SamplesMixError(f"the step decides by a value of the whole batch at {file}:{line}")
             if other.ended:
                 waiting.append((other, flipped | {place}))
+    return early
 
 
 def follow_branches(run: Analysis, again: Again, program: Program) -> None:

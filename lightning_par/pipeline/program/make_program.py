@@ -253,7 +253,9 @@ def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
     """Which of the ``values`` that go to the tail are shares of a sum over samples."""
     for key, x in values.items():
         if tag_of(run.tags, x) == Share.MIXED:
-            raise SamplesMixError(f"{run.events[key[0]].place}: something is made of a sum over the samples of a batch")
+            raise SamplesMixError(
+                f"{run.events[key[0]].place}: something is made of a sum or an extreme over the samples of a batch"
+            )
     return frozenset(key for key, x in values.items() if tag_of(run.tags, x) == Share.SHARE)
 
 

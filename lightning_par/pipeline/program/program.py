@@ -171,7 +171,8 @@ class Program:
         regions: the first event of a region that backward is to run again, and the first one behind it.
         patterns: of the guesses by which the step decides.
         decides: whether it decides anything by values of the model.
-        guards: events that ask for a value of the model before the last stage, where another answer has to raise.
+        guards: events that ask for a value of the model before the last stage, or of microbatches before the last unit,
+            where another answer has to raise.
         overwritten: the parameters, and buffers within units, that the step writes into.
         elsewhere: parameters, and buffers within units, that another rank than the last stage's has, or has, too.
         last_buffers: buffers within units that the last stage's rank alone has.

@@ -17,7 +17,7 @@ from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_stan
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.batch_values import BatchValues
 from lightning_par.pipeline.program.event_functions import is_setting
-from lightning_par.pipeline.program.microbatch_values import written_into
+from lightning_par.pipeline.program.microbatch_values import of_microbatch, written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.regions import runs_as_one
 from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
@@ -157,8 +157,9 @@ class StageRun(StageValues):
         return not self.memo.is_state(x)
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.failed is not None:  # its message may tell values
-            return func(*self.present(args), **self.present(kwargs))
+        if self.failed is not None:  # its message may tell values, those of the microbatch's samples
+            given = map_tensors(of_microbatch, (self.present(args), self.present(kwargs)))
+            return func(*given[0], **given[1])
         if not self.lost and self.may_be_setting(func, args, kwargs):
             result = func(*args, **kwargs)
             if is_setting((args, kwargs), result):
@@ -188,7 +189,7 @@ class StageRun(StageValues):
         if index < self.first:
             value = self.from_before(index, record)
             return self._returned(func, args, value, record)
-        if record.kind == "read" and self.axis is not None:
+        if record.kind == "read" and self.axis is not None and index not in self.program.guards:
             return record.result  # no one knows the whole batch's number here; the tail will
         # draws go by the place in the step, so that they are the same whatever runs on this rank
         with self.draws.of(index, func, kwargs):

@@ -61,6 +61,8 @@ class AnalysisNotes(FakeRun):
         returned: those that it returns.
         reads: events that turn a value of the model into a number, and where.
         asks: those of them that decide something by it, and the question.
+        settled: by ids of truths over a microbatch's samples, the answer that is the whole batch's if each gives it.
+        sure: those of ``asks`` that were given that answer.
         guards: those of these at which the user's code raises by the other answer, as far as is asked for.
         deciding: what code within units goes by.
         shapes: of what came of the batch alone, by event.
@@ -113,6 +115,8 @@ class AnalysisNotes(FakeRun):
         self.returned: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
         self.asks: dict[int, Question] = {}
+        self.settled: dict[int, bool] = {}
+        self.sure: set[int] = set()
         self.guards: frozenset[int] = frozenset()
         self.deciding: set[str] = set()
         self.shapes: dict[int, list[tuple[int, ...]]] = {}

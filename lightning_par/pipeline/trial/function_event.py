@@ -17,6 +17,7 @@ from lightning_par.pipeline.trial.call_context import told_to
 from lightning_par.pipeline.trial.fake_step import claims_size, sizing
 from lightning_par.pipeline.trial.samples.sample_sums import tag_result
 from lightning_par.pipeline.trial.samples.scripted import close_scripted_draws
+from lightning_par.pipeline.trial.samples.truths import settled
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -63,6 +64,9 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
             event.sizing = sizing(func, args)
     event.flops = run.frames[-1].flops - flops
     if run.axis is not None:
+        answer = settled(func, inputs, run.tags, run.settled, reduced)
+        if answer is not None and isinstance(result, Tensor):
+            run.settled[id(result)] = answer
         event.shares = tag_result(run.tags, func, args, kwargs, result, reduced)
     if target is not None:
         event.writes = True

@@ -32,6 +32,8 @@ def record_read(run: Analysis, func: Any, name: str, args: Any, kwargs: Any, loc
     result = read_placeholder(name, located[0], args)
     if says_yes_or_no(name, located[0]):
         run.asks[len(run.events)] = run.guesses.latest
+        if run.settled.get(id(located[0])) is result:
+            run.sure.add(len(run.events))
     run.events.append(StepEvent(func, "read", run.values.keys_of(located), result, place, modes_around()))
     run.values.kept.append((args, kwargs))
     return result

@@ -104,10 +104,10 @@ def study(
         made=whole.changes.made,
     )
     _follow_numbers(step, stages, axis, run)
-    follow_decisions(run, asked.once, AnalysisRun(step, stages).once, program)
+    guards = follow_decisions(run, asked.once, AnalysisRun(step, stages).once, program)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
-    return program
+    return replace(program, guards=guards)
 
 
 def _study_whole(step: Step, stages: Stages) -> Program:

@@ -57,7 +57,7 @@ def record_unit(
     else:
         args, kwargs = watch_arguments(args, kwargs, questions, (float,))
         if any(tag_of(run.tags, x) for x in inputs):
-            raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
+            raise SamplesMixError(f"{path!r} takes a sum or an extreme over the samples of a batch")
         args, kwargs = run.with_samples(args), run.with_samples(kwargs)
     flops, reads = run.frames[-1].flops, run.values_read
     with run.outputs.unit(path):
@@ -166,7 +166,7 @@ def _refuse_mixing(run: Analysis, axis: MicrobatchAxis, path: str, given: list[T
         cuts: tensors that were cut before its call.
     """
     if axis.sums > sums:
-        raise SamplesMixError(f"{path!r} sums over the samples of a batch")
+        raise SamplesMixError(f"{path!r} sums, or takes an extreme, over the samples of a batch")
     if axis.cuts > cuts and any(_may_hold_samples(run, x) for x in given):
         raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
 

@@ -100,7 +100,8 @@ def extreme(func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _kept(x, func(x._local, dims, keepdim), dims, keepdim)
-    if (x.requires_grad and torch.is_grad_enabled()) or not every_rank_has_some(x):
+    has_graph = x.requires_grad and torch.is_grad_enabled() and not x._axis.by_sample
+    if has_graph or not every_rank_has_some(x):
         return NotImplemented
     return _over_ranks(func(x._local, dims, keepdim), x._axis, "max" if func.__name__ == "amax" else "min")
 
@@ -121,9 +122,17 @@ def any_all(func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _kept(x, func(x._local, dims, keepdim), dims, keepdim)
-    local = func(x._local, dims, keepdim)
+    return _truth_over_ranks(func(x._local, dims, keepdim), x._axis, func.__name__ == "any")
+
+
+@rule("_is_any_true", "_is_all_true")
+def any_all_of_truths(func: Any, x: Any) -> Any:
+    return _truth_over_ranks(func(x._local), x._axis, func.__name__ == "_is_any_true")
+
+
+def _truth_over_ranks(local: Tensor, axis: Axis, is_any: bool) -> Tensor:
     flags = local.to(torch.uint8, memory_format=torch.contiguous_format, copy=True)
-    return x._axis.all_reduce_(flags, "extreme", "max" if func.__name__ == "any" else "min").to(local.dtype)
+    return axis.all_reduce_(flags, "extreme", "max" if is_any else "min").to(local.dtype)
 
 
 @rule("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk", "max", "min",
@@ -140,6 +149,8 @@ def along_another_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         given = -1
     if name == "flip" and args and len(args) > 1:
         given = args
+    if name in ("max", "min") and not args and not kwargs:
+        return extreme(torch.amax if name == "max" else torch.amin, x)
     if given is None or isinstance(given, Tensor) or isinstance(given, bool):
         return NotImplemented
     dims = _dims(x, given)

@@ -92,10 +92,6 @@ MIXES: dict[str, Callable[[Tensor], Any]] = {
     "cumsum": lambda x: x.cumsum(0),
     "sort": lambda x: x.sort(0),
     "topk": lambda x: x[:, 0].topk(2),
-    "max": lambda x: x.max(),
-    "amax": lambda x: x.detach().amax(0),
-    "any": lambda x: (x > 0).any(),
-    "argmax": lambda x: x.argmax(0),
     "median": lambda x: x.median(),
     "triplet in the batch": lambda x: F.triplet_margin_loss(x, x[torch.arange(N).flip(0)], x),
     "another order": lambda x: x[torch.randperm(N)],
@@ -124,6 +120,26 @@ def test_what_mixes_samples_is_refused(name: str) -> None:
     for index in range(M):
         with pytest.raises(SamplesMixError):
             _, result = _microbatch(Call(MIXES[name], (x,)), index)
+
+
+EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: x.max(),
+    "amax": lambda x: x.detach().amax(0),
+    "any": lambda x: (x > 0).any(),
+    "all true": lambda x: torch._is_all_true(x > 0),
+    "argmax": lambda x: x.argmax(0),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_an_extreme_over_samples_is_counted_and_of_the_microbatch_alone(name: str) -> None:
+    for index in range(M):
+        axis, positions = MicrobatchAxis(M, index), Positions.even(N, M)
+        part = x.index_select(0, positions.index(index, x.device))
+        result = EXTREMES[name](ShardedTensor(part, 0, positions, axis))
+        assert axis.sums and type(result) is Tensor
+        if name != "argmax":  # which gives a place in the whole
+            assert torch.equal(result, EXTREMES[name](part))
 
 
 def test_the_trial_of_fake_tensors_is_real() -> None:
