@@ -67,12 +67,13 @@ def dry_run(
         print(found.sent["tensor", "leave"])
     """
     from lightning_par.dry.run import DryRank, run_rank
+    from lightning_par.planner.recording.given_batch import read_batch
 
     asked = DryRank(
         rank, devices, devices_per_host, layout, precision, accumulate_grad_batches, gradient_clip_val,
         gradient_clip_algorithm, accelerator,  # type: ignore[arg-type]
     )  # fmt: skip
     try:
-        return run_rank(module, batch, asked)
+        return run_rank(module, read_batch(batch), asked)
     finally:
         gc.collect()  # a Trainer and its module hold each other, and patches of torch stay while there are shards

@@ -107,7 +107,13 @@ class StepEndedError(BaseException):
 
 
 class CountMixin:
-    """Counts the second step of the optimizer, or of all that one batch steps, and ends the run behind it."""
+    """Counts the second step of the optimizer, or of all that one batch steps, and ends the run behind it.
+
+    Attributes:
+        saves: whether it finds out what a checkpoint would take, too.
+    """
+
+    saves: bool
 
     def __init__(self) -> None:
         self.found = Counts()
@@ -153,12 +159,16 @@ class CountMixin:
         found.sent = {key: sent[key] for key in sorted(sent)}
         found.messages = dict(Counter(self.moved.counts()))
         found.apart = tuple(type(x).__name__ for x in (module, *trainer.callbacks) if _adds(x))
-        try:
-            chunks, found.file = trainer.strategy.planned_checkpoint()
-            found.saved = sum(_bytes(x.values) for x in chunks), len(chunks)
-        except UnknownStateError as error:
-            found.untold = str(error)
+        if self.saves:
+            self._look_at_checkpoint(trainer)
         raise StepEndedError
+
+    def _look_at_checkpoint(self, trainer: Any) -> None:
+        try:
+            chunks, self.found.file = trainer.strategy.planned_checkpoint()
+            self.found.saved = sum(_bytes(x.values) for x in chunks), len(chunks)
+        except UnknownStateError as error:
+            self.found.untold = str(error)
 
     def close(self) -> None:
         """The ledger is closed, however the run has ended."""

@@ -21,7 +21,7 @@ from lightning_par.dry.counts import CountMixin, Counts, StepEndedError
 from lightning_par.dry.strategy import dry
 from lightning_par.dry.weights import build_deferred
 from lightning_par.dry.world import make_environment, world_of
-from lightning_par.planner.recording.given_batch import read_batch
+from lightning_par.planner.recording.given_batch import Given
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, fakes_as_tensors
 from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import last_of, line_of
@@ -53,6 +53,8 @@ class DryRank:
     clip: float | None = None
     clip_algorithm: str | None = None
     accelerator: Kind = "cpu"
+    saves: bool = True
+    """Whether what a checkpoint takes is told, too, which takes as long as half a step."""
 
     def __post_init__(self) -> None:
         counts = {
@@ -84,15 +86,14 @@ class DryRank:
         return self.devices // each, each
 
 
-def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
+def run_rank(module: Any, given: Given, asked: DryRank) -> Counts:
     """Train two steps of the optimizer as one rank; see `lightning_par.dry_run`.
 
     Args:
         module: a LightningModule, its class, or a function that makes one.
-        batch: of a replica, or a function that makes one.
+        given: the batch of a replica.
         asked: the rank.
     """
-    given = read_batch(batch)
     with contextlib.ExitStack() as stack:
         stack.enter_context(generators.kept())
         stack.enter_context(warnings.catch_warnings())
@@ -108,7 +109,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
         logged = import_module(f"{namespace.pytorch}.{_LOGGED}")
         stack.enter_context(patch.object(logged, "convert_tensors_to_scalars", lambda data: data))
         strategy.stack = stack.enter_context(contextlib.ExitStack())
-        count = type("Count", (CountMixin, lightning.Callback), {})()
+        count = type("Count", (CountMixin, lightning.Callback), {"saves": asked.saves})()
         stack.callback(count.close)
         trainer = lightning.Trainer(
             accelerator=make_accelerator(namespace, asked.accelerator), devices=on_host, num_nodes=hosts,

@@ -90,7 +90,7 @@ class Stored(ShardedTensor):
         inner = Positions.even(held.shape[dim], peers.size)
         part = collectives.own_part(held.detach(), dim, inner, peers).clone(memory_format=torch.contiguous_format)
         own = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
-        positions = inner if within is None else _composed(within._positions, within._axis.size, peers.size)
+        positions = inner if within is None else composed(within._positions, within._axis.size, peers.size)
         self = Stored(own, dim, positions, peers if within is None else axis)
         self._peers, self._inner = peers, inner
         self.split_over = None if within is None else (within._positions, within._axis)
@@ -261,7 +261,7 @@ def dim_of_shape(shape: Sequence[int], ranks: int, split: int | None = None, hel
     return next((dim for dim, size in enumerate(shape) if size >= ranks), None)
 
 
-def _composed(split: Positions, tensor: int, peers: int) -> Positions:
+def composed(split: Positions, tensor: int, peers: int) -> Positions:
     """Who stores which index, where each of ``tensor`` ranks' indices are shared out over its ``peers``."""
     owner = split.owner.copy()
     for rank in range(tensor):

@@ -18,6 +18,7 @@ from lightning_par.planner.machine.machines import Machine
 from lightning_par.planner.machine.precisions import read_precision
 from lightning_par.planner.memory.weight_copies import sharing_stages
 from lightning_par.planner.messages.clipped import Clip, read_clip
+from lightning_par.planner.messages.dried import Alike, DryRuns
 from lightning_par.planner.messages.stored_parts import stored_part
 from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
@@ -38,7 +39,7 @@ from lightning_par.planner.replay.replay import replay
 from lightning_par.planner.replay.stage_replay import StageReplay
 from lightning_par.planner.replay.storage import Storage
 from lightning_par.planner.times.local_work import Recompute
-from lightning_par.planner.unknowns import unknowns, weights_alone
+from lightning_par.planner.unknowns import unknowns, unreckoned, weights_alone
 from lightning_par.private.pytree import tree_map
 from lightning_par.tensor.plan import deal
 
@@ -111,6 +112,11 @@ class Planner:
         self._steps: dict[int, RecordedStep] = {}
         self._sent: dict[Any, tuple[StageReplay, ...]] = {}
         self.staged: list[Staged] = []
+        self.told: dict[Candidate, None] = {}  # layouts of which it was asked what ranks send
+        self.dry_runs = DryRuns(
+            source, Given(loaded) if given is None else given, step.samples, precision, clip, machine.devices,
+            len(step.events),
+        )  # fmt: skip
 
     def _transferred(self, given: Given, built: nn.Module, with_values: Callable[[], nn.Module], batch: Any) -> Any:
         """What hooks around a batch's transfer make of ``batch``; itself where there are none, or none that can run."""
@@ -305,8 +311,17 @@ class Planner:
         Raises:
             ValueError: it can't be; the message says why.
         """
-        profile = self.profile(one.layout.tensor, one.stages, stages)
-        return predict(profile, one, self._run(devices), partial(self.sent, one, one.stages, stages), rough)
+        profile, sent = self.profile(one.layout.tensor, one.stages, stages), partial(self.sent, one, one.stages, stages)
+        return predict(profile, one, self._run(devices), sent, rough, partial(self._dried, one, stages))
+
+    def _dried(self, one: Candidate, stages: Any, *place: int) -> Mapping[str, float] | None:
+        """What the rank at a place sends, by a dry run, if formulas don't say all of it."""
+        self.told[one] = None
+        if one.layout.world_size == 1 or self.recompute != "none" or not any(x.of(one) for x in unreckoned(self)):
+            return None
+        even = not one.shard_residual or self._divides(one.layout.tensor), self._divides(2 * one.layout.sequence)
+        alike = Alike(self.profile(one.layout.tensor, one.stages, stages), one, *even)
+        return self.dry_runs.sent(one, stages, alike, *place)
 
     def _run(self, devices: int) -> PlannedRun:
         return PlannedRun(

@@ -8,6 +8,7 @@ from functools import cache, partial
 from lightning_par.planner.layouts.candidate import Candidate
 from lightning_par.planner.memory.rank_memory import rank_memory
 from lightning_par.planner.messages.clipped import norm_seconds
+from lightning_par.planner.messages.dried import SentAt
 from lightning_par.planner.messages.rank_bytes import ByRank, Sender
 from lightning_par.planner.prediction import PlannedRun, Prediction
 from lightning_par.planner.recording.profile import Profile
@@ -15,7 +16,9 @@ from lightning_par.planner.times.layout_work import LayoutWork
 from lightning_par.planner.times.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
 
 
-def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rough: bool = False) -> Prediction:
+def predict(
+    profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rough: bool = False, dried: SentAt | None = None
+) -> Prediction:  # fmt: skip
     """What ``one`` costs.
 
     Args:
@@ -24,6 +27,7 @@ def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rou
         run: what is the same for all layouts.
         sent: what a rank sends along the tensor and sequence axes; a `Sender` of `rank_bytes`.
         rough: go by formulas for the schedule, in place of running it on paper.
+        dried: what ranks send in all, by dry runs; None: formulas say it.
     """
     work, stages = LayoutWork(profile, one, run), profile.stages
     found = [work.stage_time(units) for units in stages.units]
@@ -47,7 +51,7 @@ def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rou
     parts["tensor"] += clip.get("tensor", 0.0)
     parts["replicas"] += clip.get("data", 0.0)
     parts["python"] += python
-    layout, each = one.layout, ByRank(work, sent)
+    layout, each = one.layout, ByRank(work, sent, *() if dried is None else (dried,))
     model = sum(profile.kinds[k].flops for k in profile.order) * 3 * one.samples / profile.samples
     peak = run.machine.peak.get(run.precision.compute, run.machine.peak["float32"])
     if run.precision.compute == "float8":

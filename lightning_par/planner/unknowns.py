@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_par.planner.layouts.candidate import Candidate
 from lightning_par.planner.messages.clipped import clips_itself
 from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.trial.first_batch import is_users
@@ -18,37 +21,39 @@ if TYPE_CHECKING:
 _HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
+    "optimizer_zero_grad",
     "on_before_backward",
+    "backward",
     "on_after_backward",
     "on_before_optimizer_step",
+    "optimizer_step",
+    "lr_scheduler_step",
     "on_train_batch_end",
 )
 """Of a module, around a step: they may read and write weights and gradients."""
 
 
+@dataclass(frozen=True)
+class Unreckoned:
+    """What ranks send by no formula; dry runs count it.
+
+    Attributes:
+        what: in words.
+        taken: how formulas take it.
+        of: whether a layout's ranks may send it.
+    """
+
+    what: str
+    taken: str = "counted as if nothing"
+    of: Callable[[Candidate], bool] = lambda one: one.layout.world_size > 1
+
+
 def unknowns(planner: Planner) -> list[str]:
     """One line each."""
     found = [f"optimizer: {planner.optimizer.note}"] if planner.optimizer.note else []
-    if any(len(backwards) > 1 for backwards in planner.step.backwards_to):
-        found.append(
-            "not known: what a backward of training_step sends along tensor and sequence where it runs through a "
-            "graph again (retain_graph): counted as if it did not"
-        )
-    if planner.step.leaves_out:
-        found.append(
-            "not known: what is gathered ahead for layers that no backward of training_step comes to: counted as "
-            "if nothing"
-        )
     if planner.untransferred:
         found.append(f"not known: what comes of {planner.untransferred}: planned for the batch as it is loaded")
-    if clips_itself(planner.tree.module) and not planner.by_hand:
-        found.append("not known: what configure_gradient_clipping of the module does; counted as Lightning's own")
-    found += _of_hooks(planner)
-    if own := planner.own_functions:
-        found.append(
-            f"not known: what is gathered for {' and '.join(own)} along tensor and sequence, and of their gradients; "
-            "counted as the functions that they call"
-        )
+    found += _unreckoned(planner)
     balanced = planner.step.balanced
     if balanced:
         found.append(
@@ -60,6 +65,8 @@ def unknowns(planner: Planner) -> list[str]:
         found.append(
             f"not known: the values that the step reads at {places}; one way of what it does by them is counted"
         )
+    if planner.step.hooked_again != planner.step.hooked:
+        found.append("counted as in the second step: hooks that training_step hangs on weights, one more with each")
     found += [f"microbatches=1: {x}" for x in dict.fromkeys(one.whole for one in planner.staged) if x]
     for unknown in dict.fromkeys(one.unknown for one in planner.staged):
         if unknown:
@@ -67,41 +74,77 @@ def unknowns(planner: Planner) -> list[str]:
     return found
 
 
-def _of_hooks(planner: Planner) -> list[str]:
-    """What hooks of the user's do, around a step and within it, and callbacks and gathers of the module's own."""
-    found: list[str] = []
+def _unreckoned(planner: Planner) -> list[str]:
+    """What formulas leave out: that dry runs have counted it, or why they have not."""
+    dry, told = planner.dry_runs, planner.told
+    each = [x for x in unreckoned(planner) if not told or any(map(x.of, told))]
+    if dry.counted and not dry.failed:
+        return [f"counted in dry runs of ranks: {'; '.join(x.what for x in each)}"] if each else []
+    why = f"dry runs, which count it, were left out: {'; '.join(dry.failed)}" if dry.failed else "a dry run counts it"
+    return [f"not known: {x.what}; {x.taken} ({why})" for x in each]
+
+
+def unreckoned(planner: Planner) -> list[Unreckoned]:
+    """What hooks of the user's send, around a step and within it, callbacks, gathers and functions of the module's."""
     module, heard = planner.tree.module, planner.step.recording.heard
+    found: list[Unreckoned] = []
+    if any(len(backwards) > 1 for backwards in planner.step.backwards_to):
+        found.append(
+            Unreckoned(
+                "what a backward of training_step sends along tensor and sequence where it runs through a graph again "
+                "(retain_graph)", "counted as if it did not", _shares_out,
+            )
+        )  # fmt: skip
+    if planner.step.leaves_out:
+        found.append(
+            Unreckoned("what is gathered ahead for layers that no backward of training_step comes to", of=_stores)
+        )
+    if planner.optimizer.by_shape:
+        found.append(
+            Unreckoned(f"what ranks gather for {' and '.join(planner.optimizer.by_shape)}, which goes by the shapes of "
+                       "weights, where they have parts of these", of=_cuts_weights)
+        )  # fmt: skip
+    if clips_itself(module) and not planner.by_hand:
+        found.append(Unreckoned("what configure_gradient_clipping of the module sends", "counted as Lightning's own"))
     hooks = [name for name in _HOOKS if hasattr(module, name) and is_users(module, name)]
     if hooks:
-        found.append(
-            f"not known: what {' and '.join(hooks)} of the module sends, as of weights of other ranks; counted as if "
-            "nothing (a dry run counts it)"
-        )
+        found.append(Unreckoned(f"what {' and '.join(hooks)} of the module sends, as of weights of other ranks"))
     if hasattr(module, "configure_callbacks") and is_users(module, "configure_callbacks"):
         found.append(
-            "not known: what callbacks that configure_callbacks of the module makes send, as of weights of other "
-            "ranks; counted as if nothing (a dry run counts it)"
+            Unreckoned("what callbacks that configure_callbacks of the module makes send, as of weights of other ranks")
         )
     if unstarted := planner.step.recording.unstarted:
-        found.append(f"not known: what hooks before the first step do, as of gradients: without values {unstarted}")
+        found.append(Unreckoned(f"what hooks before the first step do, as of gradients: without values {unstarted}"))
     if hooked := [name for name in planner.tree.hooked if name not in planner.step.whole]:
         found.append(
-            f"not known: what hooks on {', '.join(hooked)} do with a gradient that data_parallel='fsdp' stores in "
-            "parts; counted as if each gathered it once"
-        )
+            Unreckoned(f"what hooks on {', '.join(hooked)} do with a gradient that data_parallel='fsdp' stores in "
+                       "parts", "counted as if each gathered it once", _stores)
+        )  # fmt: skip
     if gathers := heard.gathers:
-        found.append(
-            f"not known: what self.all_gather sends to other replicas at {', '.join(gathers)}; counted as if nothing "
-            "(a dry run counts it)"
-        )
+        found.append(Unreckoned(f"what self.all_gather sends to other replicas at {', '.join(gathers)}"))
     if watched := heard.watched:
         found.append(
-            f"not known: what is gathered of gradients for the backward hooks of {', '.join(watched)} where "
-            "shard_residual shares out tokens; counted as if nothing (a dry run counts it)"
-        )
-    if planner.step.hooked_again != planner.step.hooked:
-        found.append("counted as in the second step: hooks that training_step hangs on weights, one more with each")
+            Unreckoned(f"what is gathered of gradients for the backward hooks of {', '.join(watched)} where "
+                       "shard_residual shares out tokens", of=lambda one: one.shard_residual)
+        )  # fmt: skip
+    if own := planner.own_functions:
+        found.append(
+            Unreckoned(f"what is gathered for {' and '.join(own)} along tensor and sequence, and of their gradients",
+                       "counted as the functions that they call", _shares_out)
+        )  # fmt: skip
     return found
+
+
+def _shares_out(one: Candidate) -> bool:
+    return one.layout.tensor * one.layout.sequence > 1
+
+
+def _stores(one: Candidate) -> bool:
+    return one.stored
+
+
+def _cuts_weights(one: Candidate) -> bool:
+    return one.stored or one.layout.tensor * one.layout.pipeline > 1
 
 
 def weights_alone(module: nn.Module, precision: Precision, optimizer: OptimizerState) -> str:

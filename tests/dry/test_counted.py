@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_par import dry_run
+from lightning_par.planner.messages.dried import by_axis
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.models import MODELS
 from tests.helpers.slow import long, slow
-from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
+from tests.planner.counted import CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
 from tests.planner.test_counted import CLIPPED, IMPOSSIBLE
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
@@ -38,11 +38,7 @@ def dried(
         MODELS[case].module, batch_of(case), layout, devices=ranks_of(layout), rank=rank, precision=precision,
         gradient_clip_val=clip,
     )  # fmt: skip
-    sent: dict[str, float] = defaultdict(float, dict.fromkeys(("data", "pipeline", "sequence", "tensor"), 0.0))
-    for (axis, purpose), size in found.sent.items():
-        if axis in AXES and purpose not in APART:
-            sent[AXES[axis]] += size
-    return Counted(found.parameters, found.gradients, found.optimizer, dict(sent), found.sent)
+    return Counted(found.parameters, found.gradients, found.optimizer, by_axis(found.sent), found.sent)
 
 
 MIXED = [("gpt", "tensor"), ("gpt", "1f1b"), ("mlp_deep", "fsdp"), ("hf_llama", "ring")]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_par import dry_run, plan
+from lightning_par.planner.messages.dried import by_axis
 from tests.helpers.slow import long, slow
-from tests.planner.counted import APART, AXES
 
 BATCH = torch.ones(4, 8)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def test_a_batch_norm_that_is_not_trained_may_be_cut_in_microbatches() -> None:
 def test_what_wants_values_and_makes_the_same_shapes_of_all_runs(layout: str) -> None:
     found = dry_run(Measured, BATCH, LAYOUTS[layout], devices=2)
     said = plan(Measured, BATCH, "2xH100", devices=2, layout=LAYOUTS[layout]).as_dict()["layouts"][0]["ranks"][0]
-    counted = sum(size for (axis, why), size in found.sent.items() if AXES.get(axis) == layout and why not in APART)
+    counted = by_axis(found.sent)[layout]
     assert counted == said["sent"][layout] > 0
     _nothing_is_left()
 

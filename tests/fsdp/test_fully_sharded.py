@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, ledger
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.fsdp.stored_parameter import Stored, _composed
+from lightning_par.fsdp.stored_parameter import Stored, composed
 from lightning_par.mesh import handshake
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded.tensor import leaf
@@ -598,4 +598,4 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_who_stores_which_index_of_a_weight_that_is_split_over_the_tensor_axis() -> None:
     split = Positions.of([0, 0, 1, 1, 0, 0, 1])
-    assert _composed(split, 2, 2).owner.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert composed(split, 2, 2).owner.tolist() == [0, 0, 1, 1, 2, 2, 3]

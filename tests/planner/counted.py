@@ -1,7 +1,7 @@
 """Real runs, counted, against what the planner says of them: ``python -m tests.planner.counted``.
 
 Of each rank: bytes of parameters, gradients and the optimizer's state, and bytes that it sends in a step by axis,
-without what is no matter of a layout (`APART`).
+without what is no matter of a layout (`dried.APART`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lightning_par.mesh.ledger import ledger
 from lightning_par.pipeline.between_steps.gradients.own_gradient import held_here
 from lightning_par.planner.machine.machines import read_machine
 from lightning_par.planner.messages.clipped import read_clip
+from lightning_par.planner.messages.dried import AXES, by_axis
 from lightning_par.planner.planner import Planner
 from lightning_par.sharded.tensor import leaf
 from tests.helpers.models import MODELS
@@ -72,29 +73,6 @@ MORE: dict[str, dict[str, Any]] = {
 }
 """Whose bytes alone are compared: what they make live is reckoned by a formula."""
 
-AXES = {
-    "gradients": "data", "data": "data", "stage": "data",
-    "tensor": "tensor", "sequence": "sequence", "pipeline": "pipeline",
-}  # fmt: skip
-"""Axes of the ledger, as a plan names them."""
-APART = frozenset(
-    {
-        "batch",
-        "log",
-        "logged",
-        "effects",
-        "headers",
-        "flags",
-        "metrics",
-        "microbatches",
-        "has_batch",
-        "views",
-        "order",
-        "gradient flags",
-    }
-)
-"""Purposes of messages that are no matter of a layout."""
-
 
 @dataclass
 class Counted:
@@ -108,14 +86,17 @@ class Counted:
 
 
 class _Count(Callback):
-    """In the second step, from the batch's start to its end."""
+    """In the second step, from its batch's start to the start of the next, or the end of the epoch."""
 
     def __init__(self) -> None:
         self.found = Counted()
+        self.moved: Any = None
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        self.context = ledger()
-        self.moved = self.context.__enter__()
+        self.on_train_epoch_end(trainer, module)
+        if batch_idx == 1:
+            self.context = ledger()
+            self.moved = self.context.__enter__()
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
         held = _held(module)
@@ -124,18 +105,17 @@ class _Count(Callback):
         self.found.gradients = sum(_bytes(g) for x in held if (g := held_here(leaf(x))) is not None)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
-        self.context.__exit__(None, None, None)
-        found: dict[tuple[str, str], float] = defaultdict(float)
-        for transfer in self.moved.transfers:
-            found[transfer.axis, transfer.purpose] += transfer.sent
-        self.found.by_purpose = dict(found)
-        sent: dict[str, float] = dict.fromkeys(("data", "pipeline", "sequence", "tensor"), 0.0)
-        for (axis, purpose), size in found.items():
-            if axis in AXES and purpose not in APART:
-                sent[AXES[axis]] += size
-        self.found.sent = sent
         states = [x for one in trainer.optimizers for state in _own_state(one).values() for x in state.values()]
         self.found.optimizer = sum(_bytes(x) for x in states if isinstance(x, Tensor) and not is_elsewhere(x))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        moved, self.moved = self.moved, None
+        if moved is not None:
+            self.context.__exit__(None, None, None)
+            found: dict[tuple[str, str], float] = defaultdict(float)
+            for transfer in moved.transfers:
+                found[transfer.axis, transfer.purpose] += transfer.sent
+            self.found.by_purpose, self.found.sent = dict(found), by_axis(found)
 
 
 def _own_state(optimizer: Any) -> Any:
@@ -153,7 +133,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def run(case: str, layout: dict[str, Any], precision: Any = "32-true", clip: float | None = None) -> Counted:
-    """Train ``case`` two steps on this rank; what the second one had."""
+    """Train ``case`` on this rank; what the second step had."""
     torch.manual_seed(0)
     model = MODELS[case]
     loader = DataLoader(model.data(0), batch_size=model.batch_size)  # type: ignore[arg-type]
@@ -163,12 +143,12 @@ def run(case: str, layout: dict[str, Any], precision: Any = "32-true", clip: flo
 def trained(
     module: Any, loader: Any, layout: dict[str, Any], precision: Any = "32-true", clip: float | None = None
 ) -> Counted:
-    """Train ``module`` on two batches on this rank; what the second one had."""
+    """Train ``module`` on this rank; what the second step had, with what follows it."""
     count, ranks = _Count(), ranks_of(layout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
-            accelerator="cpu", devices=ranks, strategy=HybridParallelStrategy(**layout), limit_train_batches=2,
+            accelerator="cpu", devices=ranks, strategy=HybridParallelStrategy(**layout), limit_train_batches=3,
             max_epochs=1, callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, precision=precision, gradient_clip_val=clip,
         )  # fmt: skip

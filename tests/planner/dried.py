@@ -15,9 +15,10 @@ from collections import defaultdict
 from typing import Any
 
 from lightning_par import dry_run
+from lightning_par.planner.messages.dried import APART, AXES
 from lightning_par.planner.report import layout_dict
 from tests.helpers.models import MODELS
-from tests.planner.counted import APART, AXES, CASES, batch_of, planner, ranks_of
+from tests.planner.counted import CASES, batch_of, planner, ranks_of
 
 _PP = dict(pipeline_parallel_size=2, microbatches=2)
 _TP, _SP, _DP = dict(tensor_parallel_size=2), dict(sequence_parallel_size=2), dict(data_parallel_size=2)

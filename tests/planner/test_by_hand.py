@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import dry_run, plan
+from lightning_par.planner.messages.dried import by_axis
 from tests.helpers.pool import Pool
 from tests.helpers.slow import long, slow
-from tests.planner.counted import APART, AXES, ranks_of, trained
+from tests.planner.counted import ranks_of, trained
 
 FSDP: dict[str, Any] = {"data_parallel_size": 2, "data_parallel": "fsdp"}
 DATA: dict[str, Any] = {"data_parallel_size": 2}
@@ -165,7 +166,7 @@ def said(found: Any, axis: str = "data") -> int:
 def dried(kind: type[Toggled], name: str, along: str = "data") -> int:
     layout = LAYOUTS[name]
     sent = dry_run(kind, BATCH, layout, devices=ranks_of(layout)).sent.items()
-    return round(sum(size for (axis, why), size in sent if AXES.get(axis) == along and why not in APART))
+    return round(by_axis(dict(sent))[along])
 
 
 def counted(kind: type[Toggled], layout: dict[str, Any]) -> int:

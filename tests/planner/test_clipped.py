@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from lightning_par.planner.messages.dried import AXES
 from tests.helpers.slow import long, slow
-from tests.planner.counted import AXES
 
 BATCH = torch.ones(4, 8)
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from lightning_par.planner.messages.dried import by_axis
 from lightning_par.planner.recording.build import build_module
 from lightning_par.planner.replay import replay_run
 from lightning_par.planner.report import Plan
 from lightning_par.private.fake_tensors import WITHOUT_VALUE
 from lightning_par.trial.fake_functions import run_on_fakes
 from tests.helpers.slow import long, slow
-from tests.planner.counted import APART
 
 TENSOR = {"tensor_parallel_size": 2}
 
@@ -159,7 +159,7 @@ def test_what_backwards_send_that_the_step_runs_is_counted(layout: dict[str, Any
     batch = torch.ones(4, 8)
     sent = dry_run(ByHandTwice, batch, layout, devices=2).sent.items()
     found = plan(ByHandTwice, batch, "4xH100", devices=2, layout=layout)
-    counted = sum(size for (axis, why), size in sent if axis == "tensor" and why not in APART)
+    counted = by_axis(dict(sent))["tensor"]
     assert found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"] == counted > 0
     assert not found.notes
 

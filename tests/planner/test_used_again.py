@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from lightning_par.planner.messages.dried import by_axis
 from tests.helpers.slow import long, slow
-from tests.planner.counted import APART, AXES
 
 FSDP = {"data_parallel_size": 2, "data_parallel": "fsdp"}
 PIPELINE = {"pipeline_parallel_size": 2, "microbatches": 2}
@@ -83,5 +83,5 @@ def test_a_plan_counts_each_use(kind: type[Twice], name: str) -> None:
     batch = torch.ones(8, 16)
     said = plan(kind, batch, "4xH100", devices=devices, layout=layout).as_dict()["layouts"][0]["ranks"][0]["sent"]
     found = dry_run(kind, batch, layout, devices=devices, rank=0).sent.items()
-    counted = sum(size for (axis, why), size in found if AXES.get(axis) == "data" and why not in APART)
+    counted = by_axis(dict(found))["data"]
     assert said["data"] == round(counted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from typing import Any
 
 import lightning as L
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_par import dry_run, plan
+from lightning_par.planner.messages.dried import by_axis
 from lightning_par.planner.recording.updates import WeightCall, WeightMessage, messages_of
 from tests.helpers.slow import long, slow
-from tests.planner.counted import APART, AXES, ranks_of
+from tests.planner.counted import ranks_of
 
 
 class Twins(L.LightningModule):
@@ -114,10 +114,7 @@ def test_each_rank_holds_and_sends_what_was_said(kind: type[Twins], layout: str)
     said = plan(kind, batch, "8xH100", devices=ranks, layout=asked).as_dict()["layouts"][0]["ranks"]
     for rank in range(ranks):
         found = dry_run(kind, batch, asked, devices=ranks, rank=rank)
-        sent: dict[str, float] = defaultdict(float)
-        for (axis, purpose), size in found.sent.items():
-            if axis in AXES and purpose not in APART:
-                sent[AXES[axis]] += size
+        sent = by_axis(found.sent)
         assert (said[rank]["parameters"], said[rank]["gradients"]) == (found.parameters, found.gradients)
         assert {axis: size for axis, size in said[rank]["sent"].items() if size} == {k: v for k, v in sent.items() if v}
 
@@ -131,10 +128,10 @@ class Between(InPlace):
 
 
 @long()
-def test_what_hooks_send_is_said_not_to_be_known() -> None:
+def test_what_hooks_send_is_said_to_be_counted_in_dry_runs() -> None:
     told = [plan(kind, [torch.ones(4, 8)], "8xH100", devices=2, layout=STAGES).notes for kind in (InPlace, Between)]
-    wanted = "not known: what on_train_batch_end of the module sends, as of weights of other ranks"
-    assert not any("on_train" in note for note in told[0]) and any(note.startswith(wanted) for note in told[1])
+    wanted = "counted in dry runs of ranks: what on_train_batch_end of the module sends, as of weights of other ranks"
+    assert not any("on_train" in note for note in told[0]) and wanted in told[1]
 
 
 def test_a_value_of_weights_is_made_where_it_is_wanted_or_where_they_all_are() -> None:

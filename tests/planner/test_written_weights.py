@@ -10,8 +10,8 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from lightning_par.planner.messages.dried import by_axis
 from tests.helpers.slow import slow
-from tests.planner.counted import APART, AXES
 
 TENSOR = {"tensor_parallel_size": 2}
 
@@ -44,5 +44,5 @@ def test_what_is_written_into_a_weight_is_counted_as_it_runs(kind: type[Writes])
     batch = torch.ones(8, 16)
     found = plan(kind, batch, "4xH100", devices=2, layout=TENSOR, eager=True)
     sent = dry_run(kind, batch, TENSOR, devices=2).sent.items()
-    counted = sum(size for (axis, why), size in sent if AXES.get(axis) == "tensor" and why not in APART)
+    counted = by_axis(dict(sent))["tensor"]
     assert found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"] == round(counted) > 0

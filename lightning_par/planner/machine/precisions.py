@@ -30,6 +30,11 @@ class Precision:
     dtype: torch.dtype
     autocast: torch.dtype | None = None
 
+    @property
+    def stepped(self) -> torch.dtype:
+        """The dtype of parameters as the optimizer has them."""
+        return self.dtype if self.dtype.itemsize == self.weights else torch.float32
+
     def moved(self, low: bool = True) -> int:
         """Bytes of an element of a weight that is gathered: ``low``, if nothing uses it in single precision."""
         return self.copy if self.copy and low else self.weights

@@ -10,7 +10,8 @@ from math import prod
 from lightning_par.planner.messages.averages import averages
 from lightning_par.planner.messages.block_gathers import gatherings, in_vain
 from lightning_par.planner.messages.clipped import norm_sums
-from lightning_par.planner.messages.stored_parts import StoredPart, block_messages, stored_part, stored_sum
+from lightning_par.planner.messages.dried import RankPlace, SentAt
+from lightning_par.planner.messages.stored_parts import StoredPart, StoredSum, block_messages, stored_part, stored_sum
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.recording.profile import Parameter
 from lightning_par.planner.recording.updates import WeightMessage, messages_of
@@ -31,6 +32,7 @@ class ByRank:
     Args:
         work: of the layout.
         sender: what ranks send along the tensor and sequence axes.
+        dried: what dry runs say that they send in all, where formulas don't.
 
     Example::
 
@@ -39,6 +41,7 @@ class ByRank:
 
     work: LayoutWork
     sender: Sender
+    dried: SentAt = lambda *place: None
     _held: dict[tuple[int, int, int], HeldBytes] = field(default_factory=dict)
     _sent: dict[tuple[int, int, int], dict[str, float]] = field(default_factory=dict)
 
@@ -46,38 +49,58 @@ class ByRank:
         """Of the rank with these coordinates; ``replica`` counts ranks along data and sequence."""
         key = pipeline, tensor, replica
         if key not in self._held:
-            p, states = self.work.run.precision, self.work.run.optimizer
-            one, size = self.work.one, self.work.replicas.size
+            p, one, size = self.work.run.precision, self.work.one, self.work.replicas.size
             own = tuple(self._own(pipeline))
             total = stored_sum(self.work.profile.stages, own, tensor, size, replica, one.stored)
-            most = states.most
-            optimizer = total.trained * most.by_element * p.weights / 4 + most.by_parameter * total.count
-            for part in self._parts(*key) if states.others else ():
-                each = states.others.get(part.parameter.name, most) if part.parameter.graded else most
-                optimizer += part.numel * (each.by_element - most.by_element) * p.weights / 4
-                optimizer += each.by_parameter - most.by_parameter
-            self._held[key] = HeldBytes(total.numel * p.weights, total.trained * p.gradients, optimizer)
+            states = self._states(key, total)
+            self._held[key] = HeldBytes(total.numel * p.weights, total.trained * p.gradients, states)
         return self._held[key]
+
+    def _states(self, key: RankPlace, total: StoredSum) -> float:
+        """Of the optimizer."""
+        (_, tensor, replica), work, p = key, self.work, self.work.run.precision
+        states, shaped, found = work.run.optimizer, work.run.optimizer.shaped, 0.0
+        if not states.others and not shaped.optimizers:
+            return total.trained * states.most.by_element * p.weights / 4 + states.most.by_parameter * total.count
+        ranks = work.replicas.size if work.one.stored else 1
+        for part in self._parts(*key):
+            name = part.parameter.name
+            if part.parameter.graded and name in shaped.optimizers:
+                found += shaped.nbytes(part.parameter, p.stepped, tensor, ranks, replica)
+            elif part.parameter.graded:
+                each = states.others.get(name, states.most)
+                found += part.numel * each.by_element * p.weights / 4 + each.by_parameter
+        return found
 
     def sent(self, pipeline: int, tensor: int, replica: int) -> dict[str, float]:
         """Bytes by axis, of the rank with these coordinates."""
         key = pipeline, tensor, replica
         if key not in self._sent:
-            own = self._own(pipeline)
-            crosses = self.work.one.layout.pipeline > 1
-            found = {
-                "data": self._gathered(own, self._parts(*key)) + self._looked_at(self._parts(*key)),
-                "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
-                **self._activations(own, tensor, replica),
-            }
-            for axis, size in self._updates(pipeline).items():
-                found[axis] += size
-            for axis, size in averages(self.work, self._parts(*key)).items():
-                found[axis] += size
-            for x in norm_sums(self.work, pipeline):
-                found[x.axis] += x.sent
-            self._sent[key] = found
+            found = self.dried(*key)
+            if found is None:
+                reckoned = self._reckoned(key)
+                found = self.dried(*key)  # which the rules may have shown to be needed
+                found = reckoned if found is None else found
+            self._sent[key] = dict(found)
         return self._sent[key]
+
+    def _reckoned(self, key: RankPlace) -> dict[str, float]:
+        """By formulas."""
+        pipeline, tensor, replica = key
+        own = self._own(pipeline)
+        crosses = self.work.one.layout.pipeline > 1
+        found = {
+            "data": self._gathered(own, self._parts(*key)) + self._looked_at(self._parts(*key)),
+            "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
+            **self._activations(own, tensor, replica),
+        }
+        for axis, size in self._updates(pipeline).items():
+            found[axis] += size
+        for axis, size in averages(self.work, self._parts(*key)).items():
+            found[axis] += size
+        for x in norm_sums(self.work, pipeline):
+            found[x.axis] += x.sent
+        return found
 
     def most_sent_outside(self) -> dict[str, float]:
         """Of `most_sent`, what leaves a host, on average over a host's ranks."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.optim.lone_step import state_after_a_step
+from lightning_par.planner.recording.profile import Parameter
+from lightning_par.planner.recording.shaped_state import ShapedState
 from lightning_par.python_state.user_code import told_with_line
 
 _SHAPE = (6, 10)
@@ -37,6 +39,8 @@ class OptimizerState:
         others: of those of which other than that is kept, by their first names; nothing of one that no optimizer has.
         note: what is assumed, where the module does not say it.
         left: the first names of parameters that no optimizer has.
+        by_shape: names of the classes of those whose state goes by the shapes of weights.
+        shaped: what these keep, of the parameters of which that can be found out.
     """
 
     name: str
@@ -44,6 +48,8 @@ class OptimizerState:
     others: Mapping[str, StateBytes] = field(default_factory=dict, hash=False)
     note: str = ""
     left: frozenset[str] = frozenset()
+    by_shape: tuple[str, ...] = ()
+    shaped: ShapedState = field(default_factory=lambda: ShapedState({}), hash=False, compare=False)
 
     def steps(self, name: str) -> bool:
         """Whether an optimizer has the parameter of that first name, be it trained or not."""
@@ -75,12 +81,13 @@ def optimizer_state(module: nn.Module) -> OptimizerState:
 
 def _of_each(module: nn.Module, found: list[torch.optim.Optimizer]) -> OptimizerState:
     kept: dict[int, StateBytes] = {}
-    unknown, by_shape = set(), set()
+    unknown, shaped = set(), dict[int, tuple[torch.optim.Optimizer, Mapping[str, Any]]]()
     for optimizer in found:
         for group in optimizer.param_groups:
+            options = _on_host(group)
             try:
-                each, goes_by_shape = _probed(optimizer, group)
-                by_shape |= {type(optimizer).__name__} if goes_by_shape else set()
+                each, goes_by_shape = _probed(optimizer, options)
+                shaped.update({id(p): (optimizer, options) for p in group["params"]} if goes_by_shape else {})
             except Exception:  # as of one that takes sparse gradients
                 unknown.add(type(optimizer).__name__)
                 each = _AS_ADAM
@@ -93,13 +100,30 @@ def _of_each(module: nn.Module, found: list[torch.optim.Optimizer]) -> Optimizer
     note = "" if found else "configure_optimizers gives none"
     if unknown:
         note = f"the state of {' and '.join(sorted(unknown))} is taken to be as large as AdamW's"
-    if by_shape:
+    by_shape = tuple(sorted({type(optimizer).__name__ for optimizer, _ in shaped.values()}))
+    known = ShapedState({n: shaped[id(p)] for n, p in module.named_parameters() if n in states and id(p) in shaped})
+    if shaped and not _can_be_told(known, module):
+        known = ShapedState({})
         note = (
-            f"not known: what {' and '.join(sorted(by_shape))} keeps, which goes by the shapes of weights, and what "
-            "ranks gather for it where they have parts of these; counted as of one small weight, and as if nothing"
+            f"not known: what {' and '.join(by_shape)} keeps, which goes by the shapes of weights; counted as of one "
+            "small weight"
         )
     left = frozenset(name for name, p in module.named_parameters() if id(p) not in kept)
-    return OptimizerState(names, most, others, note, left)
+    return OptimizerState(names, most, others, note, left, by_shape, known)
+
+
+def _can_be_told(states: ShapedState, module: nn.Module) -> bool:
+    try:
+        for name, p in module.named_parameters():
+            if name in states.optimizers:
+                states.nbytes(Parameter(name, tuple(p.shape), None, (), True, p.element_size()), p.dtype)
+    except Exception:  # as of one whose step goes by values
+        return False
+    return True
+
+
+def _on_host(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {**{name: x for name, x in group.items() if name not in _OF_DEVICE}, **dict.fromkeys(_OF_DEVICE, False)}
 
 
 def _optimizers(given: Any) -> Iterator[torch.optim.Optimizer]:
@@ -115,8 +139,7 @@ def _optimizers(given: Any) -> Iterator[torch.optim.Optimizer]:
 def _probed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[StateBytes, bool]:
     """What is kept of a small weight, and whether that goes by more than how many elements it has."""
     weight = nn.Parameter(torch.ones(_SHAPE))
-    options = {name: x for name, x in group.items() if name not in _OF_DEVICE}
-    state = state_after_a_step(optimizer, weight, {**options, **dict.fromkeys(_OF_DEVICE, False)})
+    state = state_after_a_step(optimizer, weight, group)
     tensors = [x for x in state.values() if isinstance(x, Tensor)]
     by_element = sum(x.nbytes for x in tensors if x.numel() == weight.numel()) / weight.numel()
     by_parameter = sum(x.nbytes for x in tensors if x.numel() != weight.numel())
