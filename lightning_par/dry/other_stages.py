@@ -23,6 +23,7 @@ from lightning_par.fsdp.part import StoragePart
 from lightning_par.fsdp.stored_parameter import Stored, dim_of
 from lightning_par.mesh.broadcast import Pickled
 from lightning_par.mesh.layout import Groups
+from lightning_par.mesh.ledger import uncounted
 from lightning_par.optim.lone_step import state_after_a_step
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.tensors import mark_parameter
@@ -201,7 +202,8 @@ class OtherStages:
         alike = id(group), *_form(there)  # one step for all that lie alike
         try:
             if alike not in self._states:
-                self._states[alike] = state_after_a_step(optimizer, there, group)
+                with uncounted(), contextlib.nullcontext() if self.storage is None else self.storage.peers.apart():
+                    self._states[alike] = state_after_a_step(optimizer, there, group)
             return self._states[alike]
         except Exception as error:  # as of one that takes sparse gradients
             raise UnknownStateError(

@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,15 @@ class StorageAxis(Axis):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "gathering": None}
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, what ranks come to is no part of the order that they compare."""
+        order, self.order = self.order, GatherOrder()
+        try:
+            yield
+        finally:
+            self.order = order
 
 
 class Stored(ShardedTensor):

@@ -84,6 +84,16 @@ def ledger() -> Iterator[Ledger]:
         Ledger.opened = tuple(other for other in Ledger.opened if other is not opened)
 
 
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """No transfer is counted while the context is open, as of what stands for what other ranks do."""
+    opened, Ledger.opened = Ledger.opened, ()
+    try:
+        yield
+    finally:
+        Ledger.opened = opened
+
+
 def is_open() -> bool:
     """Whether any ledger is, so that there is something to be noted."""
     return bool(Ledger.opened)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.optim import lost_writes
-from lightning_par.private.storage import memory_of
+from lightning_par.private.storage import lies_as, memory_of
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -49,7 +49,7 @@ class Wholes:
     def of(self, x: ShardedTensor) -> Tensor | None:
         """The whole that stands for ``x``, if one does."""
         for made in self._made.get(memory_of(x.local), ()):
-            if made.part.is_set_to(x.local):
+            if lies_as(made.part, x.local):  # in a dry run, too
                 return made.whole
             if _overlap(made.part, x.local):
                 raise RuntimeError(
@@ -64,7 +64,7 @@ class Wholes:
         if whole is None:
             with torch.no_grad():
                 whole = x.full_tensor("optimizer")
-                whole = whole.clone() if whole.is_set_to(x.local) else whole.detach()
+                whole = whole.clone() if lies_as(whole, x.local) else whole.detach()
                 part = x.local.detach()
             made = _Whole(x, part, whole.requires_grad_(x.requires_grad), write_count(whole))
             self._made.setdefault(memory_of(part), []).append(made)

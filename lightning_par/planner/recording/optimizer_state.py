@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.optim.lone_step import state_after_a_step
+from lightning_par.optim.torch_optimizers import BY_ELEMENT, runs_torchs_step
 from lightning_par.planner.recording.profile import Parameter
 from lightning_par.planner.recording.shaped_state import ShapedState
+from lightning_par.private.optimizers import has_step_hooks
 from lightning_par.python_state.user_code import told_with_line
 
 _SHAPE = (6, 10)
@@ -39,8 +41,8 @@ class OptimizerState:
         others: of those of which other than that is kept, by their first names; nothing of one that no optimizer has.
         note: what is assumed, where the module does not say it.
         left: the first names of parameters that no optimizer has.
-        by_shape: names of the classes of those whose state goes by the shapes of weights.
-        shaped: what these keep, of the parameters of which that can be found out.
+        by_whole: names of the classes of those of which it is not known that they treat each element by itself.
+        shaped: what is kept by the shapes of weights, of the parameters of which that can be found out.
     """
 
     name: str
@@ -48,7 +50,7 @@ class OptimizerState:
     others: Mapping[str, StateBytes] = field(default_factory=dict, hash=False)
     note: str = ""
     left: frozenset[str] = frozenset()
-    by_shape: tuple[str, ...] = ()
+    by_whole: tuple[str, ...] = ()
     shaped: ShapedState = field(default_factory=lambda: ShapedState({}), hash=False, compare=False)
 
     def steps(self, name: str) -> bool:
@@ -100,16 +102,18 @@ def _of_each(module: nn.Module, found: list[torch.optim.Optimizer]) -> Optimizer
     note = "" if found else "configure_optimizers gives none"
     if unknown:
         note = f"the state of {' and '.join(sorted(unknown))} is taken to be as large as AdamW's"
-    by_shape = tuple(sorted({type(optimizer).__name__ for optimizer, _ in shaped.values()}))
     known = ShapedState({n: shaped[id(p)] for n, p in module.named_parameters() if n in states and id(p) in shaped})
     if shaped and not _can_be_told(known, module):
         known = ShapedState({})
-        note = (
-            f"not known: what {' and '.join(by_shape)} keeps, which goes by the shapes of weights; counted as of one "
-            "small weight"
-        )
+        by_shape = " and ".join(sorted({type(optimizer).__name__ for optimizer, _ in shaped.values()}))
+        note = f"not known: what {by_shape} keeps, which goes by the shapes of weights; counted as of one small weight"
     left = frozenset(name for name, p in module.named_parameters() if id(p) not in kept)
-    return OptimizerState(names, most, others, note, left, by_shape, known)
+    by_whole = tuple(dict.fromkeys(type(one).__name__ for one in found if not _is_by_element(one)))
+    return OptimizerState(names, most, others, note, left, by_whole, known)
+
+
+def _is_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    return runs_torchs_step(optimizer, optimizer.step, BY_ELEMENT) and not has_step_hooks(optimizer)
 
 
 def _can_be_told(states: ShapedState, module: nn.Module) -> bool:
