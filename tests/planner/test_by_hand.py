@@ -133,7 +133,14 @@ ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept")
 def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> None:
     found = plan(kind, BATCH, "4xH100", devices=2, layout=LAYOUTS[name])
     assert said(found) == dried(kind, name)
-    assert [note.split(": ")[0] for note in found.notes] == ["not known"] * (kind is Shared)
+    assert not found.notes
+
+
+def test_what_runs_through_a_graph_again_is_counted_in_dry_runs_where_layers_are_split() -> None:
+    found = plan(Shared, BATCH, "4xH100", devices=2, layout={"tensor_parallel_size": 2})
+    assert said(found, "tensor") == dried_by(Shared, {"tensor_parallel_size": 2}, "tensor") > 0
+    (note,) = found.notes
+    assert note.startswith("counted in dry runs of ranks: what a backward of training_step sends along tensor")
 
 
 @long("Toggled")
@@ -164,9 +171,11 @@ def said(found: Any, axis: str = "data") -> int:
 
 
 def dried(kind: type[Toggled], name: str, along: str = "data") -> int:
-    layout = LAYOUTS[name]
-    sent = dry_run(kind, BATCH, layout, devices=ranks_of(layout)).sent.items()
-    return round(by_axis(dict(sent))[along])
+    return dried_by(kind, LAYOUTS[name], along)
+
+
+def dried_by(kind: type[Toggled], layout: dict[str, Any], along: str) -> int:
+    return round(by_axis(dry_run(kind, BATCH, layout, devices=ranks_of(layout)).sent)[along])
 
 
 def counted(kind: type[Toggled], layout: dict[str, Any]) -> int:
