@@ -79,7 +79,7 @@ def stored_sum(stages: Stages, own: tuple[int, ...], tensor: int, ranks: int, ra
 @lru_cache(maxsize=1024)
 def stored_rests(stages: Stages, own: tuple[int, ...], tensor: int, ranks: int) -> frozenset[int]:
     """From which of ``ranks`` on parts of a parameter of the stages ``own`` are smaller than those of ranks before."""
-    held = ((x.part(tensor), dim_of_shape(x.shape, ranks, x.dim, x.counts)) for x in stages.held(own))
+    held = ((x.part(tensor), x.stored_dim(ranks)) for x in stages.held(own))
     return frozenset(shape[dim] % ranks for shape, dim in held if dim is not None)
 
 

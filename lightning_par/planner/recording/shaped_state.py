@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.fsdp.stored_parameter import composed, dim_of_shape
+from lightning_par.fsdp.stored_parameter import composed
 from lightning_par.mesh.positions import Positions
 from lightning_par.optim.lone_step import state_after_a_step
 from lightning_par.planner.recording.profile import Parameter
@@ -72,7 +72,7 @@ class _Form:
 
     @staticmethod
     def of(p: Parameter, tensor: int, ranks: int, rank: int) -> _Form:
-        stored = dim_of_shape(p.shape, ranks, p.dim, p.counts) if ranks > 1 else None
+        stored = p.stored_dim(ranks) if ranks > 1 else None
         dim = p.dim if p.dim is not None else stored
         if dim is None:
             return _Form(p.shape)
