@@ -21,6 +21,7 @@ from lightning_par.pipeline.program.routes import Use
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_context import modes_around
 from lightning_par.pipeline.trial.fake_step import FakeRun
+from lightning_par.pipeline.trial.samples.truths import Known
 from lightning_par.pipeline.trial.side_inputs import Handed
 from lightning_par.pipeline.trial.step_values import StepValues
 from lightning_par.pipeline.trial.survey import Seen
@@ -61,7 +62,8 @@ class AnalysisNotes(FakeRun):
         returned: those that it returns.
         reads: events that turn a value of the model into a number, and where.
         asks: those of them that decide something by it, and the question.
-        settled: by ids of truths over a microbatch's samples, the answer that is the whole batch's if each gives it.
+        settled: by ids of values over a microbatch's samples, what is known of them, as the answer that is the whole
+            batch's if each microbatch gives it; see `lightning_par.pipeline.trial.samples.truths`.
         sure: those of ``asks`` that were given that answer.
         guards: those of these at which the user's code raises by the other answer, as far as is asked for.
         deciding: what code within units goes by.
@@ -115,7 +117,7 @@ class AnalysisNotes(FakeRun):
         self.returned: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
         self.asks: dict[int, Question] = {}
-        self.settled: dict[int, bool] = {}
+        self.settled: dict[int, Known] = {}
         self.sure: set[int] = set()
         self.guards: frozenset[int] = frozenset()
         self.deciding: set[str] = set()

@@ -64,9 +64,9 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
             event.sizing = sizing(func, args)
     event.flops = run.frames[-1].flops - flops
     if run.axis is not None:
-        answer = settled(func, inputs, run.tags, run.settled, reduced)
-        if answer is not None and isinstance(result, Tensor):
-            run.settled[id(result)] = answer
+        known = None if kwargs else settled(func, args, run.tags, run.settled, reduced)
+        if known is not None and isinstance(result, Tensor):
+            run.settled[id(result)] = known
         event.shares = tag_result(run.tags, func, args, kwargs, result, reduced)
     if target is not None:
         event.writes = True

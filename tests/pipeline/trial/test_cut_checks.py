@@ -47,6 +47,15 @@ class Model(LightningModule):
             assert (~(~torch.isfinite(h).all())).item()
         elif kind == "one of each sample":
             assert (h > -1e9).any(1).all()
+        elif kind == "below":
+            assert h.abs().max() < 1e9 and 1e9 >= h.detach().amax()
+            if not (h.min() > -1e9):
+                raise ValueError("too small")
+        elif kind == "above":  # which a sample that is no number would hide
+            if h.max() > 1e9:
+                raise ValueError("too large")
+        elif kind == "spread":
+            assert h.max() < h.detach().min() + 1e9
         elif kind == "one of all":  # which a microbatch may not have
             assert (h > -1e9).any()
         elif kind == "all of one":  # likewise
@@ -91,13 +100,15 @@ def _fit(kind: str) -> Any:
 
 @slow(but=["validated", "finite", "likelihood", "extreme"])
 @pytest.mark.parametrize(
-    "kind", ["validated", "finite", "turned", "one of each sample", "likelihood", "categorical", "extreme"]
+    "kind", ["validated", "finite", "turned", "one of each sample", "below", "likelihood", "categorical", "extreme"]
 )
 def test_a_check_of_all_samples_leaves_microbatches_apart(kind: str, pool: Pool) -> None:
     check(pool, _fit, kind)
 
 
 WHY = {
+    "above": "decides by a value of the whole batch",
+    "spread": "decides by a value of the whole batch",
     "one of all": "decides by a value of the whole batch",
     "all of one": "decides by a value of the whole batch",
     "chooses": "decides by a value of the whole batch",
