@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lightning_par.private.compiler import is_compiled_wrapper
+from lightning_par.private.module_hooks import hooks_on_all, may_have_hooks
 
 CALL = "_compiled_call_impl"
 """Where a module keeps what is called instead of it, if anything."""
@@ -22,6 +24,26 @@ def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
     """What ``module(...)`` runs now: the user's compiled call, or forward with its hooks."""
     compiled = module._compiled_call_impl
     return module._call_impl if compiled is None else compiled  # type: ignore[return-value]
+
+
+def takes(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``module`` can be called so, or it can't be told, as where hooks may change what it is given.
+
+    Example::
+
+        assert not takes(torch.nn.Linear(2, 2), (torch.ones(2),), {"lengths": None})
+    """
+    if any(may_have_hooks([module])) or hooks_on_all():
+        return True
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # as of what is not written in Python
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def set_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:

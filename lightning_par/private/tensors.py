@@ -78,3 +78,8 @@ def is_referred(x: Tensor) -> bool:
 def is_held(x: Tensor) -> bool:
     """Whether C++ code or a weak reference refers to ``x``, so that it can't be swapped; torch checks the same."""
     return is_referred(x) or bool(weakref.getweakrefs(x))
+
+
+def stored_values(x: Any) -> int | None:
+    """How many values ``x`` stores, where it is a sparse tensor."""
+    return x._nnz() if isinstance(x, Tensor) and x.layout is not torch.strided else None  # type: ignore[no-any-return]

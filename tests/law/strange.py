@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -722,11 +725,125 @@ class PoolsWhatItPicks(Base):
         return F.cross_entropy(pooled, batch[1])
 
 
+class _ScalesOnly(nn.Linear):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+class TriesArguments(Base):
+    """Gives layers of any kind what only some take, as speechbrain's x-vectors do."""
+
+    without = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _ScalesOnly(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b):
+            try:
+                x = layer(x, scale=0.5)
+            except TypeError:
+                self.without += 1
+                x = layer(x).tanh()
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("without", float(self.without))
+        return loss
+
+
+class _ThawsLater(nn.Linear):
+    def forward(self, x: Tensor, step: int) -> Tensor:  # type: ignore[override]
+        self.requires_grad_(step >= 1)
+        return super().forward(x)
+
+
+class FreezesWithin(Base):
+    """A layer says itself which of its weights are trained, as the prototypes of SwaV do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _ThawsLater(C, C)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.b(self.a(batch[0]).tanh(), batch_idx), batch[0].flip(1))
+
+
+class LikeAWeight(Base):
+    """Casts to what a weight has between steps, as samples of a generator's are made."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        noise = torch.ones(2, C, dtype=torch.float32)
+        first, second = noise.type_as(self.a.weight), noise.to(self.b.weight)
+        assert first.dtype == second.dtype == torch.float64 and first.to(self.b.weight) is first
+        self.log("made", self(first + second).sum())
+
+
+class Groups(Base):
+    """Goes over the groups that it has put samples into, before a layer of the last stage, as SMoG of lightly does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(C, 1)
+        self.register_buffer("centres", torch.linspace(-0.5, 0.5, 5)[:, None].expand(5, C).clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self(batch[0]).flatten(0, 1)
+        groups = torch.cdist(x, self.centres).argmin(1)
+        centres = self.centres.clone()
+        for group in torch.unique(groups):
+            mask = groups == group
+            centres[group] = 0.5 * self.centres[group] + 0.5 * x[mask].mean(0)
+        return F.mse_loss(self.c(x) * (x @ centres.t()), batch[0].flatten(0, 1)[:, :5])
+
+
+class SparseProducts(Base):
+    """Goes on with the values that products of sparse tensors store, as ASAPooling of torch_geometric: their number is
+    the model's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.a(batch[0]).mean(1)
+        places = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
+        near = torch.sparse_coo_tensor(places, torch.ones(5, dtype=x.dtype), (4, 4)).to_sparse_csr()
+        chosen = torch.sparse_coo_tensor(places, x[places[0], 0].detach(), (4, 4))
+        chosen = chosen.index_select(1, x[:, 1].topk(3).indices)
+        product = (chosen.t().to_sparse_csr() @ (near @ chosen.to_sparse_csr())).to_sparse_coo()
+        row, column = product.indices()
+        score = self.b(x)[row, 0] * product.values()
+        return F.mse_loss(score, torch.stack([row, column]).double().mean(0))
+
+
+class _SortsWhenTold(_MaySort):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / x.shape[0]) if SORTS.exists() else self.map(x / x.shape[0])
+
+
+SORTS = Path(tempfile.gettempdir(), f"lightning_par_sorts_{os.getpid()}")
+
+
+class DoesWithoutLater(Base):
+    """Does without what it can't have, from the second batch on, by what no trial knows to go into its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _SortsWhenTold()  # type: ignore[assignment]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            SORTS.touch()
+
+    def teardown(self, stage: str) -> None:
+        SORTS.unlink(missing_ok=True)
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin, ChecksItsChoices,
                  LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting, ReversibleLayers,
                  ReversibleByHand, RewordsErrors, RewordsErrorsInALayer, RewordsRefusals, DoesWithout,
-                 DoesWithoutInALayer, PoolsWhatItPicks)
+                 DoesWithoutInALayer, PoolsWhatItPicks, TriesArguments, LikeAWeight, Groups, FreezesWithin,
+                 SparseProducts)
 }  # fmt: skip

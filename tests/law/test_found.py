@@ -41,6 +41,7 @@ from tests.law.strange import (
     CountsAtPlaces,
     CountsInPlace,
     CountsInViews,
+    DoesWithoutLater,
     FillsAgain,
     GivesItsWeights,
     KeepsWhatNoneCanMake,
@@ -87,6 +88,7 @@ BY_THEMSELVES = {
         CountsInViews,
         CountsKinds,
         CyclesLayers,
+        DoesWithoutLater,
         FillsAgain,
         GivesItsWeights,
         HookThatLeavesLate,
@@ -269,6 +271,11 @@ def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: 
 def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
     names = ["AverageOfParts", "CountsKinds", "FillsAgain", "MatchesTargets", "RemembersATable", "RemembersByObject"]
     assert _wrong(pool, [*names, "RenewsCodebook", "RoutesTokens"], LAYOUTS["pipeline"])[0] == {}
+
+
+def test_what_a_later_batch_is_told_and_its_code_catches_is_an_error(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="need one another, which none of the first batch did"):
+        _wrong(pool, ["DoesWithoutLater"], LAYOUTS["pipeline"])
 
 
 @slow()

@@ -22,6 +22,7 @@ from lightning_par.private.module_calls import (
     reset_call,
     set_call,
     set_inner_call,
+    takes,
 )
 
 
@@ -108,3 +109,13 @@ def test_a_call_is_set_within_one_that_decides_whether_it_runs(outer: bool) -> N
     assert module(x) == (["outer", 2 * x] if outer else 2 * x)
     drop_calls(module, _Inner)
     assert (get_call(module) is not None) is outer
+
+
+def test_what_a_forward_does_not_take_is_known_without_a_call() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    assert takes(layer, (x,), {}) and takes(layer, (), {"input": x})
+    assert not takes(layer, (x,), {"lengths": None}) and not takes(layer, (x, x), {}) and not takes(layer, (), {})
+    handle = layer.register_forward_pre_hook(lambda m, args, kwargs: (args, {}), with_kwargs=True)
+    assert takes(layer, (x,), {"lengths": None})  # the hook drops it
+    handle.remove()
+    assert takes(torch.jit.script(layer), (x,), {})

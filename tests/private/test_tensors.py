@@ -24,6 +24,7 @@ from lightning_par.private.tensors import (
     mark_parameter,
     no_torch_function,
     set_data,
+    stored_values,
     view_base,
     with_node,
     write_count,
@@ -168,3 +169,9 @@ def test_a_class_is_given_whatever_replaces_the_method(monkeypatch: pytest.Monke
     own = as_class(x, Own)
     assert type(own) is Own and own.data_ptr() == x.data_ptr() and own.requires_grad
     assert type(as_class(own, torch.Tensor)) is torch.Tensor
+
+
+def test_a_sparse_tensor_stores_so_many_values() -> None:
+    x = torch.eye(3)
+    assert stored_values(x) is None and stored_values(3) is None
+    assert stored_values(x.to_sparse()) == stored_values(x.to_sparse_csr()) == 3

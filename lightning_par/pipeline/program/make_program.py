@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.plan.stage_ranges import Cut
 from lightning_par.pipeline.program.backward_reads import BackwardReads
+from lightning_par.pipeline.program.loops import refuse_loops
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_metric_call
 from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -45,6 +46,7 @@ def make_program(
     """What ``run`` has seen of ``step``, cut into stages; ``in_order`` if these must run one after the other."""
     cut = run.cutter.cut(run, microbatches)
     _refuse_reads(run, cut.starts[-1])
+    refuse_loops(run)
     uses: dict[str, set[int]] = {}
     for name, index in (*run.direct, *run.units):
         uses.setdefault(name, set()).add(stage_of(cut.starts, index))

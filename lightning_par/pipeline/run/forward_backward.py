@@ -153,7 +153,7 @@ class ForwardBackward:
         joins = step.grad and program.plain_effects
         counts = last and (axis is None or joins)  # else what counts is the tail, which runs once on the whole batch
         stops = last and axis is not None and not step.grad
-        with self._advised, self._stopping:
+        with self._advised, self._stopping, _NOTHING if axis is None else axis.heard():
             receive = self.crossing.receive(stage, microbatch)
             run = StageRun(program, part.memo, stage, axis, receive, counts, (*self.key, microbatch), stops)
             run.tokens, run.residual = self.tokens, self.engine.residual

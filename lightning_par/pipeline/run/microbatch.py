@@ -7,8 +7,8 @@ need the other microbatches' values at that moment can't run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -65,6 +65,7 @@ class MicrobatchAxis(Axis):
         self.sums = 0  # sums over samples so far
         self.cuts = 0  # whole tensors that were cut so far
         self.tried = False  # whether code of a unit ran with its values, of which ranks know their own alone
+        self.said: SamplesMixError | None = None  # what was last said to the user's code, which may catch it
 
     def positions(self, samples: int) -> Positions:
         """Which microbatch holds each of the batch's samples: contiguous runs, the first ones a sample longer."""
@@ -72,12 +73,12 @@ class MicrobatchAxis(Axis):
 
     def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         if op != "sum" and purpose != "extreme":
-            raise SamplesMixError(f"takes the {op} over the samples of a batch")
+            self._refuse(f"takes the {op} over the samples of a batch")
         self.sums += 1  # of an extreme it is no share, which an analysis tells by the function's name
         return x
 
     def no_shares(self, name: str) -> NoReturn:
-        raise SamplesMixError(f"`{name}` needs a sum over the samples of a batch whole")
+        self._refuse(f"`{name}` needs a sum over the samples of a batch whole")
 
     def entered(self, x: Tensor) -> Tensor:
         return x  # its gradient's shares are summed as each microbatch's backward accumulates them
@@ -87,7 +88,25 @@ class MicrobatchAxis(Axis):
 
     def about_to_gather(self, func: Any, x: Tensor) -> NoReturn:
         name = func if isinstance(func, str) else getattr(func, "__name__", str(func))
-        raise SamplesMixError(f"`{name}` needs the samples of a batch together")
+        self._refuse(f"`{name}` needs the samples of a batch together")
 
     def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> NoReturn:
-        raise SamplesMixError("a function needs the samples of a batch together")
+        self._refuse("a function needs the samples of a batch together")
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Around a run of the microbatch: raises what that said to the user's code where this caught it, and went
+        another way than on one device, or made an error of its own of it."""
+        self.said = None
+        try:
+            yield
+        except Exception as error:
+            if self.said is None or self.said is error:
+                raise
+            raise self.said from error
+        if self.said is not None:
+            raise self.said
+
+    def _refuse(self, message: str) -> NoReturn:
+        self.said = SamplesMixError(message)
+        raise self.said

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_par.pipeline.plan.stage_ranges import Attribute, HandsOut
 from lightning_par.pipeline.run.located import Run
-from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
+from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call, takes
 
 _NOTHING: HandsOut = MappingProxyType({})
 
@@ -23,6 +23,7 @@ class LocatedCall:
         self.module = module
         self.attributes = attributes  # by which it hands something out
         self.original = plain_call(module)
+        self._taken: set[tuple[Any, ...]] = set()  # how many arguments, and of which names, the module takes
         self.outside: Callable[..., Any] | None = None
         """Takes calls while no run is on; see `lightning_par.pipeline.between_steps.units.module_calls`."""
 
@@ -38,7 +39,19 @@ class LocatedCall:
             return self.outside(self.path, self.module, self.original, args, kwargs)
         if run is None or run.depth:  # within another unit it is part of that one's event
             return self.original(*args, **kwargs)
+        if not self._takes(args, kwargs):  # it raises on all ranks alike, before anything has run: that is no event
+            return self.original(*args, **kwargs)
         return run.call(self.path, self.module, self.original, args, kwargs, self.attributes)
+
+    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the module can be called so, as code asks that tries to give ``mask=`` to layers of any kind."""
+        given = (len(args), *kwargs)
+        if given in self._taken:
+            return True
+        if takes(self.module, args, kwargs):
+            self._taken.add(given)
+            return True
+        return False
 
 
 def intercept_units(module: nn.Module, units: Iterable[str], hands_out: HandsOut = _NOTHING) -> None:

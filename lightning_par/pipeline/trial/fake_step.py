@@ -22,8 +22,10 @@ from lightning_par.pipeline.trial.batch_classes import BatchClasses
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.drawn_numbers import DrawnNumbers
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
+from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.tensors import stored_values
 from lightning_par.python_state.drawing_caches import drew_for_cache
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
@@ -38,6 +40,13 @@ from lightning_par.sharded.wrapped_tensors import run_by_wrapper
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, is_sized, run_on_ones
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
+
+
+def _stores_others(given: Iterable[Any], made: Iterable[Any]) -> bool:
+    """Whether a sparse tensor that was made of sparse ones stores other places than these: how many goes by places,
+    which may be values of the model, as in a product."""
+    stored = {*map(stored_values, given)} - {None}
+    return bool(stored) and not stored.issuperset({*map(stored_values, made)} - {None})
 
 
 def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
@@ -118,6 +127,13 @@ class FakeRun(CallTree, Run):
         if (result := run_by_wrapper(self, func, types, args, kwargs)) is not NotImplemented:
             return result
         if self.depth:
+            if self.training and self.path is not None and sets_requires_grad(func, args, kwargs):
+                raise UnitError(
+                    f"{user_line()}: {self.path!r} changes whether a parameter requires a gradient, on the stage of "
+                    "the pipeline that runs it: other ranks would not know of it. Do it between steps, as in "
+                    "on_train_batch_start, or use TensorParallelStrategy.",
+                    self.path,
+                )
             self.draws.about_to_run(func, args)
             result = self.run_function(func, args, kwargs)
             if not is_metadata(func, getattr(func, "__name__", "")):
@@ -168,6 +184,7 @@ class FakeRun(CallTree, Run):
                 self.sized += 1
             elif not is_sized(func, args):
                 self.unsized += 1
+                self.read_at = user_line()
                 self.close_modules("the shape of a value in it depends on values")
             result = self._run_on_ones(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:  # some kernels' fake versions want what real ones don't
@@ -180,6 +197,11 @@ class FakeRun(CallTree, Run):
                 result = self._run_on_ones(func, args, kwargs)
             except Exception:
                 raise error from None
+            self.read_at = user_line()
+        if _stores_others(leaves, tree_leaves(result)):
+            self.unsized += 1
+            self.read_at = user_line()
+            self.close_modules("how many values a sparse tensor in it stores depends on values")
         if self.untried is not None:
             note_made((result, args[:1] if writes(getattr(func, "__name__", "")) else ()), (args, kwargs))
         self.charge(func, args, kwargs, result, keeps=self.axis is None)

@@ -15,6 +15,7 @@ from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.told_changes import Changed, Told, leave_what_cannot_travel
 from lightning_par.pipeline.effects.unit_reach import add_hooks
 from lightning_par.pipeline.effects.user_hooks import ADVICE, words
+from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell, Removed
 from lightning_par.python_state.snapshot import Snapshot
@@ -28,11 +29,13 @@ class Left:
         changed: objects that it changed.
         hooks: that saw it, as `UnitChanges.hooks`.
         removed: those that are gone since, as they removed themselves.
+        trained: whether weights require a gradient, of which they did the opposite before.
     """
 
     changed: Changed
     hooks: tuple[tuple[str, int], ...] = ()
     removed: Removed = field(default_factory=dict)
+    trained: dict[str, bool] = field(default_factory=dict)
 
 
 class UnitChanges:
@@ -66,6 +69,7 @@ class UnitChanges:
         self.hooks = (*((name, n) for name, n in (*found, ("all modules", len(hooks_on_all()))) if n),)
         self._hung = HooksCell(HookHolders(unit, weights=False)) if self.hooks else None
         self._held: set[str] = set()
+        self._trained: dict[str, bool] = {}
 
     @cached_property
     def _state(self) -> Snapshot:
@@ -80,6 +84,11 @@ class UnitChanges:
     def look(self) -> None:
         """The call follows."""
         self._state.lend_iterators()
+        self._trained = self._which_are_trained()
+
+    def _which_are_trained(self) -> dict[str, bool]:
+        with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
+            return {name: p.requires_grad for name, p in self._unit.named_parameters()}
 
     def objects(self) -> dict[str, Any]:
         """All that is there, by names that ranks share."""
@@ -106,7 +115,8 @@ class UnitChanges:
             leave_what_cannot_travel(told, known, device, {})
         if told.refused:
             raise TypeError(" ".join(told.refused))
-        return Left(told.calls[0], self.hooks, {} if self._hung is None else self._hung.removed())
+        trained = {n: flag for n, flag in self._which_are_trained().items() if flag != self._trained.get(n, flag)}
+        return Left(told.calls[0], self.hooks, {} if self._hung is None else self._hung.removed(), trained)
 
     def put(self, left: Left, rank: int, source: int) -> None:
         """Let all that the call has changed on ``source`` be so on this ``rank``, too.
@@ -123,6 +133,9 @@ class UnitChanges:
             self._state.cells[name].apply(change)
         if self._hung is not None:
             self._hung.remove(left.removed)
+        with DisableTorchFunctionSubclass():
+            for name, flag in left.trained.items():
+                self._unit.get_parameter(name).requires_grad_(flag)
 
     def put_again(self, left: Left, names: Collection[str]) -> None:
         """Where the call ran: what it has stored under these ``names`` is as it is in ``left``."""

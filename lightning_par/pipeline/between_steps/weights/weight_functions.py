@@ -17,6 +17,7 @@ from lightning_par.pipeline.between_steps.graphs.weight_graphs import note_way
 from lightning_par.pipeline.between_steps.weights.remote_weight import as_it_is, copied
 from lightning_par.pipeline.between_steps.weights.weight_reads import alone, equal, read, viewed
 from lightning_par.pipeline.between_steps.weights.weight_writes import write
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.functions import COPIES, PRECISIONS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.run_state import RunState
@@ -43,8 +44,13 @@ def run(owner: JointGradients, user: str, func: Any, name: str, args: Any, kwarg
         return gradients(owner, args, kwargs)
     if (name == "detach" or name in COPIES) and user not in _LOG or name == "data":
         return _stays(owner, func, name, args, kwargs)
-    if name in _MAY_BE_SAME and not _is_new(func, args, kwargs):
-        return args[0]
+    if name in _MAY_BE_SAME:
+        others, kwargs = map_tensors(_empty, (args[1:], kwargs))  # of another tensor's values none is needed
+        args = (args[0], *others)
+        if not owner.is_weight(args[0]):
+            return func(*args, **kwargs)
+        if not _is_new(func, args, kwargs):
+            return args[0]
     if RunState.current.shows_memory and not targets(func, args, kwargs):
         result = alone(owner, func, name, args, kwargs)
         if result is not NotImplemented:
@@ -78,5 +84,10 @@ def _is_new(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether what ``func`` makes is another tensor than its argument, as ``x.to(y)`` is of another kind."""
     if name_of(func) == "contiguous":
         return not args[0].is_contiguous(*args[1:], **kwargs)
-    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    like = _empty(args[0])
     return func(like, *args[1:], **kwargs) is not like
+
+
+def _empty(x: Tensor) -> Tensor:
+    """What has the dtype and the device of ``x``."""
+    return torch.empty(0, dtype=x.dtype, device=x.device)
