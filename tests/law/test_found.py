@@ -275,7 +275,7 @@ def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
 
 def test_what_a_later_batch_is_told_and_its_code_catches_is_an_error(pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match="need one another, which none of the first batch did"):
-        _wrong(pool, ["DoesWithoutLater"], LAYOUTS["pipeline"])
+        pool.run(2, _fit, "DoesWithoutLater", LAYOUTS["pipeline"])
 
 
 @slow()
