@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.program.batch_values import BatchValues, has_graph
 from lightning_par.pipeline.program.event_draws import standing
-from lightning_par.pipeline.program.event_functions import is_setting
+from lightning_par.pipeline.program.event_functions import is_setting, sets_requires_grad
 from lightning_par.pipeline.program.joined_outputs import unjoined
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
@@ -20,7 +20,7 @@ from lightning_par.pipeline.program.update_calls import UpdateCalls
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.trial.call_context import content_of, flags_of, modes_around, told_to
 from lightning_par.pipeline.trial.deciding_numbers import answers
-from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
+from lightning_par.pipeline.trial.result_sizes import sizing
 from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.python_state.referents import all_tensors_in

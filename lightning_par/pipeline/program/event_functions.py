@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import (
@@ -64,3 +64,23 @@ def most_casts(func: Any) -> int:
 def is_setting(given: Any, result: Any) -> bool:
     """Whether a function neither took nor gave a tensor: it asks or switches a mode, and does so in every run."""
     return not tensors_in(given) and not tensors_in(result)
+
+
+def is_of_data(func: Any, name: str) -> bool:
+    """Whether ``func`` gets or sets the `.data` of a tensor."""
+    return name in ("__get__", "__set__") and getattr(func.__self__, "__name__", "") == "data"
+
+
+def sets_data(func: Any) -> bool:
+    """Whether ``func`` is what runs for ``x.data = value``."""
+    return getattr(func, "__name__", "") == "__set__" and is_of_data(func, "__set__")
+
+
+def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``func`` lets a parameter require a gradient that did not, or the other way round."""
+    name = getattr(func, "__name__", "")
+    is_setter = name == "__set__" and getattr(func.__self__, "__name__", "") == "requires_grad"
+    if not (is_setter or name == "requires_grad_") or not isinstance(args[0], nn.Parameter):
+        return False
+    wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+    return bool(wanted) != args[0].requires_grad

@@ -16,7 +16,7 @@ from lightning_par.pipeline.effects.one_device_draws import stage_draws
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.batch_values import BatchValues
-from lightning_par.pipeline.program.event_functions import is_setting
+from lightning_par.pipeline.program.event_functions import is_setting, sets_requires_grad
 from lightning_par.pipeline.program.microbatch_values import of_microbatch, written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.regions import runs_as_one
@@ -24,7 +24,6 @@ from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
 from lightning_par.pipeline.run.handed_out import expecting
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.stage_values import StageValues
-from lightning_par.pipeline.trial.fake_step import sets_requires_grad
 from lightning_par.private.compiler import as_compiled
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.registered_hooks import HooksCell

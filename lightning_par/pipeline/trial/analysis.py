@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.plan.no_schedule import NoScheduleError
 from lightning_par.pipeline.program.constants import words_of
-from lightning_par.pipeline.program.event_functions import most_casts
+from lightning_par.pipeline.program.event_functions import most_casts, sets_data
 from lightning_par.pipeline.program.microbatch_values import cut_to
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis_notes import AnalysisNotes
 from lightning_par.pipeline.trial.batch_event import record_on_batch
-from lightning_par.pipeline.trial.fake_step import sets_data
 from lightning_par.pipeline.trial.function_event import record_data, record_function
 from lightning_par.pipeline.trial.metric_event import record_metric
 from lightning_par.pipeline.trial.read_event import record_read

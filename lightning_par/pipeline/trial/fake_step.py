@@ -12,26 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.plan.no_schedule import NoScheduleError
-from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_draws import DRAWING
-from lightning_par.pipeline.program.event_functions import is_metadata
+from lightning_par.pipeline.program.event_functions import is_metadata, is_of_data, sets_data, sets_requires_grad
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.batch_classes import BatchClasses
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.drawn_numbers import DrawnNumbers
+from lightning_par.pipeline.trial.result_sizes import sizing, stores_others
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
-from lightning_par.private.tensors import stored_values
 from lightning_par.python_state.drawing_caches import drew_for_cache
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.tensor_classes import plain
 from lightning_par.python_state.tensor_writes import note_write
-from lightning_par.sharded.functions import ARRAYS, HOOKS, READS, RECURRENT, SIZED_BY_SECOND, name_of
+from lightning_par.sharded.functions import ARRAYS, HOOKS, READS, RECURRENT, name_of
 from lightning_par.sharded.patches.subclasses import OtherClassError
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
@@ -40,23 +39,6 @@ from lightning_par.sharded.wrapped_tensors import run_by_wrapper
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, is_sized, run_on_ones
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
-
-
-def _stores_others(given: Iterable[Any], made: Iterable[Any]) -> bool:
-    """Whether a sparse tensor that was made of sparse ones stores other places than these: how many goes by places,
-    which may be values of the model, as in a product."""
-    stored = {*map(stored_values, given)} - {None}
-    return bool(stored) and not stored.issuperset({*map(stored_values, made)} - {None})
-
-
-def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` lets a parameter require a gradient that did not, or the other way round."""
-    name = getattr(func, "__name__", "")
-    is_setter = name == "__set__" and getattr(func.__self__, "__name__", "") == "requires_grad"
-    if not (is_setter or name == "requires_grad_") or not isinstance(args[0], nn.Parameter):
-        return False
-    wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
-    return bool(wanted) != args[0].requires_grad
 
 
 class FakeRun(CallTree, Run):
@@ -198,7 +180,7 @@ class FakeRun(CallTree, Run):
             except Exception:
                 raise error from None
             self.read_at = user_line()
-        if _stores_others(leaves, tree_leaves(result)):
+        if stores_others(leaves, tree_leaves(result)):
             self.unsized += 1
             self.read_at = user_line()
             self.close_modules("how many values a sparse tensor in it stores depends on values")
@@ -269,7 +251,7 @@ class FakeRun(CallTree, Run):
         """A buffer that is updated at each call must not be updated once a microbatch; what hands out its memory, as by
         `.data`, is taken for written, which no version tells."""
         name, into = getattr(func, "__name__", ""), kwargs.get("out")
-        if args and type(args[0]) is Tensor and (name in ARRAYS or _is_of_data(func, name)):
+        if args and type(args[0]) is Tensor and (name in ARRAYS or is_of_data(func, name)):
             note_write(args[0])
         if self.axis is None:
             return
@@ -277,33 +259,6 @@ class FakeRun(CallTree, Run):
             into = args[0]
         if id(into) in self.buffers:
             raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
-
-
-def _is_of_data(func: Any, name: str) -> bool:
-    """Whether ``func`` gets or sets the `.data` of a tensor."""
-    return name in ("__get__", "__set__") and getattr(func.__self__, "__name__", "") == "data"
-
-
-def sets_data(func: Any) -> bool:
-    """Whether ``func`` is what runs for ``x.data = value``."""
-    return getattr(func, "__name__", "") == "__set__" and _is_of_data(func, "__set__")
-
-
-def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
-    """What alone tells how many values ``func`` returns, where that is no value of the model; None if not known."""
-    if getattr(func, "__name__", "") not in SIZED_BY_SECOND or len(args) < 2:
-        return None
-    if any(isinstance(x, (FakeTensor, ShardedTensor)) for x in tree_leaves(args[1])):
-        return None
-    return constants_of(args[1], lambda _: False)
-
-
-def claims_size(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` is told how many values it returns, unless what it is given holds a larger one."""
-    if func is not torch.bincount and func is not Tensor.bincount:
-        return False
-    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-    return isinstance(least, int) and least > 1  # a trial counts ones
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:

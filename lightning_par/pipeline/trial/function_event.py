@@ -14,7 +14,7 @@ from lightning_par.pipeline.program.program import StepEvent, is_located
 from lightning_par.pipeline.program.read_only_inputs import memory_reference
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.call_context import told_to
-from lightning_par.pipeline.trial.fake_step import claims_size, sizing
+from lightning_par.pipeline.trial.result_sizes import claims_size, sizing
 from lightning_par.pipeline.trial.samples.sample_sums import tag_result
 from lightning_par.pipeline.trial.samples.scripted import close_scripted_draws
 from lightning_par.pipeline.trial.samples.truths import settled

@@ -10,7 +10,7 @@ from lightning_par.pipeline.program.event_functions import WITHOUT_ANOTHER, is_m
 from lightning_par.pipeline.program.norm_statistics import statistics_of
 from lightning_par.pipeline.trial.analysis_copy import trace_calls
 from lightning_par.pipeline.trial.call_costs import CallTree
-from lightning_par.pipeline.trial.fake_step import sizing
+from lightning_par.pipeline.trial.result_sizes import sizing
 from lightning_par.pipeline.trial.survey import Seen, Survey, calls_in
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import READS
