@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,11 @@ def takes(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     if any(may_have_hooks([module])) or hooks_on_all():
         return True
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):  # as of what is not written in Python
+    function = getattr(module.forward, "__func__", module.forward)
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__signature__"):
         return True
+    # A decorator's function takes what it takes, whatever the one that it is put on does.
+    signature = inspect.signature(module.forward, follow_wrapped=False)
     try:
         signature.bind(*args, **kwargs)
     except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from types import FrameType
 from typing import Any
@@ -29,6 +30,20 @@ from lightning_par.private.module_calls import (
 class Double(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
+
+
+def renamed(function: Any) -> Any:
+    @functools.wraps(function)
+    def called(self: Any, *args: Any, old: Any = None, **kwargs: Any) -> Any:
+        return function(self, *(args or (old,)), **kwargs)
+
+    return called
+
+
+class Renamed(Double):
+    @renamed
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
 
 
 def test_a_call_is_replaced_and_put_back() -> None:
@@ -119,3 +134,4 @@ def test_what_a_forward_does_not_take_is_known_without_a_call() -> None:
     assert takes(layer, (x,), {"lengths": None})  # the hook drops it
     handle.remove()
     assert takes(torch.jit.script(layer), (x,), {})
+    assert takes(Renamed(), (), {"old": x})  # which its decorator takes

@@ -49,11 +49,13 @@ def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program
         The events before the last unit that check so.
 
     Raises:
-        SamplesMixError: a decision leads elsewhere, or is another one before the last unit.
+        SamplesMixError: a decision leads elsewhere, or is another one before the last unit, or a number is read there.
     """
     early = frozenset(index for index, event in enumerate(run.events[: run.tail]) if event.kind == "read")
+    for index in sorted(early - run.asks.keys()):  # behind the last unit alone the whole batch's number is there
+        raise SamplesMixError(f"the step reads a value of the whole batch at {run.events[index].place}")
     if not run.guesses.decided:
-        return early
+        return frozenset()
     blind = program.plain_effects or not (early <= run.sure and early == guards_between_units(run, whole))
     waiting: list[tuple[Guesses, frozenset[Question]]] = [(run.guesses, frozenset())]
     outline, seen = _outline(run), 1

@@ -64,6 +64,8 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
             event.sizing = sizing(func, args)
     event.flops = run.frames[-1].flops - flops
     if run.axis is not None:
+        if event.sets or writes(name) or "out" in kwargs:  # or what lies in the same memory is another truth now
+            run.settled.clear()
         known = None if kwargs else settled(func, args, run.tags, run.settled, reduced)
         if known is not None and isinstance(result, Tensor):
             run.settled[id(result)] = known

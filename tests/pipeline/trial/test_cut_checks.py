@@ -28,6 +28,7 @@ class Model(LightningModule):
         self.kind = kind
         self.encoder = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6))
         self.decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+        self.head = nn.Linear(CLASSES, CLASSES)
         self.seen: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -56,6 +57,10 @@ class Model(LightningModule):
                 raise ValueError("too large")
         elif kind == "spread":
             assert h.max() < h.detach().min() + 1e9
+        elif kind == "overwritten":
+            bad = torch.isnan(h).any()
+            bad |= h.detach().mean() > 1e9
+            assert not bad
         elif kind == "one of all":  # which a microbatch may not have
             assert (h > -1e9).any()
         elif kind == "all of one":  # likewise
@@ -65,6 +70,9 @@ class Model(LightningModule):
         elif kind == "used":
             mean = mean * torch.isfinite(h).all()
         out = self.decoder(mean)
+        if kind == "number":  # on the last stage, before its last layer
+            self.log("mean", out.detach().mean().item())
+        out = self.head(out)
         if kind == "likelihood":
             mean, spread = out[:, :3], out[:, 3:6]
             out = -Independent(Normal(mean, F.softplus(spread) + 0.1, validate_args=True), 1).log_prob(x[:, :3]).mean()
@@ -100,7 +108,8 @@ def _fit(kind: str) -> Any:
 
 @slow(but=["validated", "finite", "likelihood", "extreme"])
 @pytest.mark.parametrize(
-    "kind", ["validated", "finite", "turned", "one of each sample", "below", "likelihood", "categorical", "extreme"]
+    "kind",
+    ["validated", "finite", "turned", "one of each sample", "below", "likelihood", "categorical", "extreme"],
 )
 def test_a_check_of_all_samples_leaves_microbatches_apart(kind: str, pool: Pool) -> None:
     check(pool, _fit, kind)
@@ -108,6 +117,8 @@ def test_a_check_of_all_samples_leaves_microbatches_apart(kind: str, pool: Pool)
 
 WHY = {
     "above": "decides by a value of the whole batch",
+    "number": "reads a value of the whole batch",
+    "overwritten": "decides by a value of the whole batch",
     "spread": "decides by a value of the whole batch",
     "one of all": "decides by a value of the whole batch",
     "all of one": "decides by a value of the whole batch",
@@ -117,7 +128,7 @@ WHY = {
 }
 
 
-@slow(but=["all of one", "chooses", "scaled"])
+@slow(but=["number", "overwritten", "all of one", "chooses", "scaled"])
 @pytest.mark.parametrize("kind", WHY)
 def test_what_one_microbatch_can_not_tell_is_refused(kind: str, pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match=f"samples of a batch need one another: .*{WHY[kind]}"):
