@@ -19,6 +19,8 @@ from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_values import agreed
 from lightning_par.mesh.layout import Groups
+from lightning_par.optim.gradient_sync import runs_too_early
+from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.module_calls import is_within_call
 from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
@@ -67,6 +69,8 @@ class StoragePart(Part):
         All ranks hold the same weights by now, whole or split over the tensor axis, those of their stages.
         """
         module = first.module
+        if first.trains:
+            _refuse_early_hooks(module)
         self.whole = kept_whole(module, first.trainer.callbacks, first.trains)
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
@@ -185,3 +189,10 @@ def unstore(module: nn.Module) -> None:
                 whole = parameter.unstored()
                 gathering_of(parameter).views_of(parameter, leaf(whole))
                 become(parameter, whole, name)
+
+
+def _refuse_early_hooks(module: nn.Module) -> None:
+    """Before a step has begun; see `lightning_par.optim.gradient_sync`."""
+    for name, parameter in module.named_parameters():
+        if not is_elsewhere(parameter) and hooks_of(leaf(parameter))[1]:
+            raise runs_too_early(name)

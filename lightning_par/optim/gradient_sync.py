@@ -208,10 +208,7 @@ class GradientSync:
         """A hook of the user's own, as optimizers that step within backward have, would see what is not synced yet."""
         for x in bucket.leaves:
             if len(hooks_of(x)[1]) > 1:
-                raise RuntimeError(
-                    f"{self._name(x)!r} has a hook of `register_post_accumulate_grad_hook`, which runs before the "
-                    "ranks' gradients are synced. Do it in on_before_optimizer_step."
-                )
+                raise runs_too_early(self._name(x))
 
     def _find_leaves(self) -> None:
         parameters = [p for _, p in self._tree.parameters()]
@@ -307,3 +304,11 @@ def _refuse_sparse(module: nn.Module) -> None:
                 "ranks that hold the same weights: make it with sparse=False, or use a layout that has none "
                 "(data_parallel_size=1, no sequence axis)."
             )
+
+
+def runs_too_early(name: str | None) -> RuntimeError:
+    """What to say of a user's hook that would meet the parameter ``name`` before its gradient is synced."""
+    return RuntimeError(
+        f"{name!r} has a hook of `register_post_accumulate_grad_hook`, which runs before the ranks' gradients are "
+        "synced. Do it in on_before_optimizer_step."
+    )
